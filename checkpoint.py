@@ -46,7 +46,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("verb", choices=("list", "verify", "export"), help=verbs)
     add("run", type=Path, help="run folder")
     add("out", type=Path, nargs="?", help="folder of the export")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the export; fp32 is exact")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the export; fp32 is exact")
+    add("--tokenizer", default="", help="of the export, if it is not the run's")
     args = parser.parse_args(argv)
     if (args.verb == "export") != bool(args.out):
         parser.error("expected list RUN, verify RUN or export RUN OUT")
@@ -62,13 +63,13 @@ from torch import Tensor, nn
 
 from config import LANES, Config, fields_that_resume
 from data import Loader, merge_positions
-from lib.export import export_trained
+from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from lib.guards import compare_replicas
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
 from lib.run import ANSWER, Run
-from lib.weights import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
+from lib.weights import export_trained
 from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, free_gathered, uncompiled, whole_rows
@@ -588,7 +589,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
         saved = newest(args.run)
-        export_trained(saved, args.out, DTYPES[args.dtype])
+        dtypes = DTYPES | {"fp16": torch.float16}
+        export_trained(saved, args.out, dtypes[args.dtype], spec=args.tokenizer)
         print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
         return 0
     refuse_empty(args.run)

@@ -389,7 +389,7 @@ def _read_values(settings: dict[str, Setting]) -> dict:
     if wrong:
         raise UserError("\n".join(wrong))
     if values["lora_weights"] and values["weights"] and "lora" not in settings:
-        from lib.weights import adapter_flags
+        from lib.folders import adapter_flags
 
         theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
         values |= {name: value for name, value in theirs.items() if name not in settings}

@@ -24,7 +24,7 @@ CONFIGURATION = [
     "*.json", "*.jinja", "*.model", "*.model.v*", "merges.txt", "vocab.*",
     "LICENSE*", "USE_POLICY*",
 ]  # fmt: skip
-WEIGHTS = [  # the names that lib/weights.py reads
+WEIGHTS = [  # the names that lib/folders.py reads
     "model.safetensors",
     "model-*.safetensors",
     "adapter_model.safetensors",

@@ -69,11 +69,12 @@ from attention import WITHOUT_CUDNN
 from checkpoint import newest
 from lib.chat import chat_template, parse_field, render_chat
 from lib.families import read_config
+from lib.folders import Read, open_trained, open_weights
 from lib.machine import find_device
 from lib.run import Run
 from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
-from lib.weights import Read, empty_model, open_trained, open_weights
+from lib.weights import empty_model
 from log import logger
 from model import Transformer
 from optim import DTYPES

@@ -25,9 +25,10 @@ from lib.errors import UserError, describe_error
 from lib.files import read_object
 from lib.parts import shard_slices
 from lib.ranks import ALONE, Ranks
+from lib.weights import load_model
 from model import Transformer
 from optim import make_optimizer
-from test_shard import fill, load_model, run_ranks
+from test_shard import fill, run_ranks
 
 SMALL = ["--model", "tiny-llama", "--dim", "16", "--n_heads", "2", "--n_kv_heads", "1", "--n_layers", "1"]
 SMALL += ["--ffn_dim", "16", "--seq_len", "16"]
@@ -110,7 +111,7 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
 
 RESHARD = """
 import checkpoint, test_checkpoint
-from lib import export
+from lib.weights import export_trained
 from pathlib import Path
 from config import parse_args
 from optim import make_optimizer
@@ -134,8 +135,7 @@ test_checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks, 
 saved = checkpoint.find(config)[0]
 checkpoint.restore(saved, model, optimizer, ranks, config)
 test_checkpoint.save(run, 5, model, optimizer, {{"samples": 5}}, config, ranks, mesh, 4)
-export.FILE_BYTES = 10**5
-export.export_trained(saved, run / "hf", torch.float32, ranks)
+export_trained(saved, run / "hf", torch.float32, ranks, shard_gb=1e-4)
 if ranks.rank == 1:
     checkpoint._write_shards = lambda *args: open("/no/such/folder")
 try:
@@ -186,9 +186,12 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
         checkpoint.main(words)
     with pytest.raises(UserError, match="export RUN OUT"):
         checkpoint.main(words[:2])
-    checkpoint.main(["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "bf16"])
-    assert_same_weights(load_model(tmp_path / "half", torch.bfloat16), model, torch.bfloat16)
-    assert (tmp_path / "half/tokenizer.json").exists()
+    assert (tmp_path / "one/tokenizer.json").exists()
+    checkpoint.main(
+        ["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "fp16", "--tokenizer", str(tmp_path / "one")]
+    )
+    assert_same_weights(load_model(tmp_path / "half", torch.float16), model, torch.float16)
+    assert (tmp_path / "half/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
 
 
 def test_keep_does_not_count_damaged_checkpoints(tmp_path):
@@ -302,8 +305,8 @@ def test_a_checkpoint_in_format_3_is_read(tmp_path, ranks):
 
 
 READS = [  # functions that read a file in a verification and a load
-    ("pathlib.Path.read_bytes", "manifest.json"), ("lib.weights.open", "rank-00000.safetensors"),
-    ("lib.files.open", "rank-00000.safetensors"), ("lib.weights.TensorFile._read_run", "rank-00000.safetensors"),
+    ("pathlib.Path.read_bytes", "manifest.json"), ("lib.folders.open", "rank-00000.safetensors"),
+    ("lib.files.open", "rank-00000.safetensors"), ("lib.folders.TensorFile._read_run", "rank-00000.safetensors"),
 ]  # fmt: skip
 
 

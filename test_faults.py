@@ -24,14 +24,15 @@ import torch
 import checkpoint
 import model
 import train
-from lib import errors, export
+from lib import errors, weights
 from lib import run as guard
 from lib.files import read_json
 from lib.test_run import wait_until
+from lib.weights import load_model
 from model import Transformer
 from optim import AdamW
 from test_checkpoint import SMALL, make_state, replace_shard, rewrite, save
-from test_shard import ROOT, load_model, run_code, skip_plots
+from test_shard import ROOT, run_code, skip_plots
 from test_train import metrics, values
 
 # ---- a save that is killed
@@ -329,7 +330,7 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, run_here, monkeyp
     """A full disk at the end: the checkpoint is safe, and the same command writes hf/."""
     run = tmp_path / "run"
     with monkeypatch.context() as m:
-        m.setattr(export, "write_file", full)
+        m.setattr(weights, "write_file", full)
         assert "the disk is full" in run_here(run, "--steps", 1, status=1)
     assert not (run / "hf").exists()
     assert "state=resume" in run_here(run, "--steps", 1, "--check")

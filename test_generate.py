@@ -22,11 +22,11 @@ import checkpoint
 from config import parse_args
 from generate import KVCache, choose, main, open_source, sample, warn_once
 from lib.errors import UserError
-from lib.export import export_model, export_trained
 from lib.files import read_json
 from lib.test_tokenizer import _json, _model
 from lib.text import write_shard
 from lib.tokenizer import ByteTokenizer
+from lib.weights import export_model, export_trained
 from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save

@@ -19,9 +19,10 @@ import model as source
 from attention import BACKENDS, PACKED, choose_backend
 from lib.errors import UserError
 from lib.families import config_json
+from lib.weights import load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
-from test_shard import allocate, fill, load_model, run_ranks
+from test_shard import allocate, fill, run_ranks
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
 STRETCHED = RopeScaling(factor=8.0, original_seq_len=48)  # some frequencies fast, some slow, some between

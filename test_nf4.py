@@ -14,12 +14,12 @@ import nf4
 from config import parse_args
 from lib import lora
 from lib.errors import UserError
-from lib.export import export_model
+from lib.folders import open_adapter, open_weights
 from lib.ranks import ALONE
-from lib.weights import open_adapter, open_weights
+from lib.weights import export_model, load_model
 from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters
-from test_shard import fill, load_model
+from test_shard import fill
 from test_train import FAST, train, values
 from train import build
 

@@ -29,11 +29,11 @@ import plan
 import run as bench
 import test_parity
 from config import parse_args, with_recipes
-from lib.export import export_model
 from lib.families import config_json
 from lib.files import ROOT
 from lib.test_tokenizer import _json, _write
 from lib.tokenizer import load_tokenizer
+from lib.weights import export_model
 from model import MODELS, Transformer, flops_per_token
 from test_config import copy_sources
 from test_download import TOKEN, FakeHub

@@ -25,10 +25,8 @@ import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
 from lib import machine, rows, settle
 from lib.errors import UserError
-from lib.families import read_config
 from lib.files import ROOT
 from lib.ranks import Ranks
-from lib.weights import empty_model, open_weights
 from model import MODELS, Transformer, random_init
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
@@ -112,14 +110,6 @@ def fill(model: Transformer) -> Transformer:
     """Random initial values."""
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     shard.fill_parameters(model, random_init(model.config, shapes, 0))
-    return model
-
-
-def load_model(folder: Path | str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a Hugging Face folder."""
-    config = read_config(Path(folder))
-    model = empty_model(config, dtype, "cpu")
-    shard.fill_parameters(model, open_weights(Path(folder), config))
     return model
 
 

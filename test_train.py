@@ -19,7 +19,8 @@ from config import parse_args
 from data import make_loader
 from lib import machine, settle
 from lib.errors import exit_status
-from test_shard import ROOT, load_model, run_code
+from lib.weights import load_model
+from test_shard import ROOT, run_code
 from train import main as train_main
 
 FAST = ["--compile", "none", "--dtype", "fp32", "--seq_len", "64", "--micro_batch", "4", "--eval_batches", "1"]

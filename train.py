@@ -32,10 +32,10 @@ from attention import choose_backend
 from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
 from generate import write_samples
 from lib import lora, machine, progress, settle
-from lib.export import export_run
 from lib.guards import GradientGuard
 from lib.ranks import Ranks, barrier, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from lib.run import Run
+from lib.weights import export_run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer

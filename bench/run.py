@@ -34,9 +34,9 @@ import torch  # isort: skip
 from common import Row, Turn, race
 from config import parse_args
 from generate import sample
-from lib.export import export_model
 from lib.families import config_json
 from lib.machine import describe_environment
+from lib.weights import export_model
 from model import Transformer
 from peers import bench_loss, race_training, transformers
 from scale import bench_scale

@@ -21,7 +21,7 @@ import train
 from config import parse_args
 from lib.curves import read_records
 from lib.errors import Failure, UserError
-from lib.export import export_model
+from lib.weights import export_model
 from model import Transformer
 
 # As many records as its first argument says. It needs a package, then it hangs.

@@ -10,7 +10,7 @@ Embeddings, norms, the loss head and stacked experts have no adapters. Dropout i
 (nf4.py).
 
 Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's initial variance follow PEFT
-(github.com/huggingface/peft); lib/weights.py reads PEFT's folders, and lib/export.py writes them."""
+(github.com/huggingface/peft); lib/folders.py reads PEFT's folders, and lib/weights.py writes them."""
 
 import functools
 import math

@@ -13,15 +13,15 @@ import shard
 from config import DEFAULT, Config, check_batch, choose_lanes, refuse_unsupported, split_batch
 from lib import lora, machine
 from lib.errors import Failure, UserError
-from lib.export import refuse_in_the_way
 from lib.families import dropout_note
 from lib.files import FULL, free_space
+from lib.folders import open_adapter, open_weights
 from lib.hub import describe_unverified, local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
 from lib.tokenizer import holds_tokenizer, load_tokenizer
-from lib.weights import open_adapter, open_weights
+from lib.weights import refuse_in_the_way
 from model import Transformer, flops_per_token, random_init
 from shapes import MODELS
 

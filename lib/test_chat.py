@@ -16,10 +16,10 @@ import train
 from lib import tokenizer as T
 from lib.chat import chat_template, find_messages, render_chat
 from lib.errors import UserError
-from lib.export import write_files
 from lib.test_tokenizer import _json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
+from lib.weights import write_files
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
 + '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""

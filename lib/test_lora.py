@@ -18,12 +18,12 @@ import shard
 from config import parse_args
 from lib import lora
 from lib.errors import UserError
-from lib.export import export_adapter, export_model
-from lib.weights import open_adapter, open_trained, open_weights
+from lib.folders import open_adapter, open_trained, open_weights
+from lib.weights import export_adapter, export_model, load_model
 from model import MODELS, Transformer, random_init
 from optim import trainable_parameters
 from test_model import error
-from test_shard import fill, load_model
+from test_shard import fill
 from test_train import FAST, train, values
 
 CASES = [

@@ -17,7 +17,7 @@ import transformers
 from lib import tokenizer as T
 from lib.chat import chat_template, render_chat
 from lib.errors import UserError
-from lib.export import export_model, write_files
+from lib.weights import export_model, write_files
 from model import MODELS as SHAPES
 from model import Transformer
 from test_model import scramble

@@ -1,5 +1,5 @@
-"""lib/weights.py. Oracles: transformers for folders and exports, the safetensors library for bits, torch's slicing for
-parts, the published config.json files for the rows of MODELS."""
+"""lib/weights.py and lib/folders.py. Oracles: transformers for folders and exports, the safetensors library for bits,
+torch's slicing for parts, the published config.json files for the rows of MODELS."""
 
 import json
 import os
@@ -14,14 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lib import export, families, weights
+from lib import families, folders
 from lib.errors import UserError
-from lib.export import export_model
 from lib.families import config_json, dropout_note
-from lib.weights import TensorFile, find_files, open_weights
+from lib.folders import TensorFile, find_files, open_weights
+from lib.weights import export_model, load_model
 from model import MODELS, ModelConfig, Transformer
 from test_model import FAMILY, error, make_reference, random_tokens
-from test_shard import load_model, run_code
+from test_shard import run_code
 
 transformers.utils.logging.disable_progress_bar()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,17 +139,16 @@ MEMORY = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from lib import export
 from lib.families import read_config
-from lib.weights import open_weights
-from test_shard import load_model, peak_rss
+from lib.folders import open_weights
+from lib.weights import export, load_model
+from test_shard import peak_rss
 
-export.FILE_BYTES = 2 * 10**7
 ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, in any thread
 for name in ("small", "large"):  # the small model pays for everything that happens once
     source, copy = (Path(sys.argv[1]) / folder for folder in (name, f"{name}-copy"))
     config, before = read_config(source), peak_rss(reset=True)
-    export.export(config, open_weights(source, config), copy, torch.bfloat16)
+    export(config, open_weights(source, config), copy, torch.bfloat16, shard_gb=0.02)
     exported = peak_rss()
     model = load_model(copy, torch.bfloat16)
     loaded = peak_rss()
@@ -181,7 +180,7 @@ def test_peak_memory_is_not_twice_the_model(tmp_path):
 @pytest.mark.parametrize("name, dtype", [
     *((name, "bf16") for name in FAMILY), ("gpt2", "fp32"), ("llama3", "fp32"), ("mixtral", "fp16"),
 ])  # fmt: skip
-def test_import_export_import(tmp_path, monkeypatch, name, dtype):
+def test_import_export_import(tmp_path, name, dtype):
     """We compute transformers' logits. An export has the same names with the same bits; transformers finds every key,
     no other, and computes equal logits."""
     shard, dtype = "5GB" if dtype == "fp32" else "20KB", DTYPES[dtype]
@@ -190,8 +189,7 @@ def test_import_export_import(tmp_path, monkeypatch, name, dtype):
     theirs = reference(name, dtype)(TOKENS).logits
     assert error(load_model(source).logits(TOKENS), theirs) < 1e-5
     export_model(load_model(source, dtype), tmp_path / "single")
-    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
-    export_model(load_model(tmp_path / "single", dtype), tmp_path / "sharded")
+    export_model(load_model(tmp_path / "single", dtype), tmp_path / "sharded", shard_gb=2e-5)
     assert same_bits(tensors_of(tmp_path / "single"), tensors_of(source))
     assert same_bits(tensors_of(tmp_path / "sharded"), tensors_of(source))
     loaded, info = load_theirs(tmp_path / "sharded", "auto")
@@ -216,7 +214,7 @@ def test_export_replaces_only_an_export(monkeypatch, tmp_path):
     assert os.listdir(tmp_path / "new") == ["out"]
     assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
     before = tensors_of(out)
-    monkeypatch.setattr(weights, "save_file", lambda *_: (tmp_path / "none" / "x").write_text("x"))
+    monkeypatch.setattr(folders, "save_file", lambda *_: (tmp_path / "none" / "x").write_text("x"))
     with pytest.raises(FileNotFoundError):
         export_model(model, out, replaces=True)
     assert same_bits(tensors_of(out), before)

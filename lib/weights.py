@@ -1,322 +1,45 @@
-"""Reads Hugging Face folders (safetensors and config.json) of the model types in lib/families.py. lib/export.py writes
-them.
+"""Models from and to Hugging Face folders; the exports of a run, with the files of its tokenizer; adapters for PEFT.
+lib/folders.py names and reads the tensors.
 
-FAMILIES (lib/families.py) names the tensors that the file stores for each of our parameters. Reading is strict: every
-tensor must be present with its shape, and no other tensor may be. RoPE keeps Hugging Face's half-split layout, so
-nothing is permuted.
+No value changes, so an export of an imported folder has the same bits. The ranks share the files; an export needs the
+memory of one file. Sources: as in lib/folders.py."""
 
-The safetensors library checks and writes the files. Reading needs the memory of the model and one tensor. Values are
-read with plain reads, whose errors have names: a failing disk under the library's memory maps would kill the process
-with SIGBUS. The library's own plain reads (backend="pread") read a whole tensor for each slice of it.
-
-Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
-
-import errno
+import logging
 import math
-import os
-import re
-from collections.abc import Iterable
-from dataclasses import asdict
-from functools import partial, reduce
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from lib import lora, progress
+from lib import progress
+from lib.chat import chat_template, render_chat
 from lib.errors import UserError
-from lib.families import FAMILIES, family, read_config
-from lib.files import (
-    MISSING_FILE,
-    amount,
-    describe_content,
-    free_space,
-    read_object,
-    sample_digest,
-    with_retries,
-)
+from lib.families import config_json, family, read_config
+from lib.files import read_json, write_json
+from lib.folders import Trained, adapter_pieces, open_trained, open_weights, pieces, write_file
 from lib.hub import local_path
 from lib.lora import Read, Settings
 from lib.machine import allocate
-from lib.ranks import ALONE, Ranks, on_first_rank
+from lib.ranks import ALONE, Ranks, collect, on_first_rank
+from lib.text import knows_text
+from lib.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
 from shapes import ModelConfig
+from shard import fill_parameters
 
-Slices = tuple[slice, ...]
-# Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
-IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
-HEAD = "lm_head.weight"
+logger = logging.getLogger("flatland")
 
 
-class Piece(NamedTuple):
-    """A tensor in the file. place: its slices of our parameter. transposed: GPT-2 stores its linears as [in, out]."""
-
-    name: str
-    place: Slices
-    transposed: bool = False
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Its shape in the file; an expert lacks our first dimension there."""
-        shape = tuple(s.stop - s.start for s in self.place[-2:])
-        return shape[::-1] if self.transposed else shape
-
-
-def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
-    """The tensors in the file for each of our parameters, without a tied lm_head."""
-    kind = family(config)
-    with torch.device("meta"):
-        parameters = Transformer(config).named_parameters()
-    return {name: _pieces_of(name, tuple(p.shape), kind, config) for name, p in parameters}
-
-
-def _pieces_of(name, shape, kind, config):
-    """The tensors in the file for a parameter: itself, the tensors that it fuses, or those of each expert."""
-    layer = re.search(r"\d+|$", name)[0]
-    stored_name, *fused = FAMILIES[kind].names[re.sub(r"\d+", "{i}", name)]
-    fused = fused or [""]
-    height, *widths = shape[-2:]
-    heights = [height // len(fused)] * len(fused)
-    if len(fused) == 3:  # q, k, v
-        heights = [config.head_dim * n for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
-    experts = [(slice(e, e + 1),) for e in range(shape[0])] if len(shape) == 3 else [()]
-    transposed = kind == "gpt2" and name.endswith("_proj.weight")
-    out, start = [], 0
-    for part, rows in zip(fused, heights, strict=True):
-        place = slice(start, start + rows), *(slice(0, width) for width in widths)
-        for e, expert in enumerate(experts):
-            out.append(Piece(stored_name.format(i=layer, e=e, part=part), expert + place, transposed))
-        start += rows
-    return out
-
-
-# ---- safetensors
-
-
-# safetensors' names
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-class TensorFile:
-    """A safetensors file, checked by the library and open for reading. entries: (dtype, shape) by name. UserError if
-    the file is missing or damaged, OSError if it cannot be read."""
-
-    def __init__(self, path: Path):
-        self.path, self.entries, self.starts = path, {}, {}
-        with_retries(path, self._open)
-
-    def _open(self) -> None:
-        head = b""
-        try:
-            self.file = open(self.path, "rb")  # noqa: SIM115
-            head = self.file.read(512)
-            checked = safe_open(self.path, "pt", backend="pread")
-        except (*MISSING_FILE, SafetensorError) as e:
-            if code := _code_of(e) or (errno.EMFILE if head and isinstance(e, OSError) else 0):
-                raise OSError(code, os.strerror(code)) from None  # the library calls it a missing file
-            content = describe_content(head) or "missing, damaged, cut short or not a safetensors file"
-            raise UserError(f"{self.path} is {content}: {str(e)[:500]}") from None
-        start = 8 + int.from_bytes(head[:8], "little")
-        for name in checked.offset_keys():
-            row = checked.get_slice(name)
-            dtype, shape = DTYPES.get(row.get_dtype()), tuple(row.get_shape())
-            if not dtype:
-                raise UserError(f"{self.path}: {name!r} has the dtype {row.get_dtype()}, which is not supported")
-            self.entries[name], self.starts[name] = (dtype, shape), start
-            start += math.prod(shape) * dtype.itemsize
-
-    def read(self, name: str, slices: Slices) -> Tensor:
-        """Values in the file's dtype. One thread at a time."""
-        dtype, shape = self.entries[name]
-        wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
-        out = torch.empty([len(span) for span in wanted], dtype=dtype)
-        buffer = (out if shape else out.view(1)).view(torch.uint8).numpy()
-        self._read_into(buffer, self.starts[name], wanted, (*shape, dtype.itemsize))
-        return out
-
-    def _read_into(self, out: np.ndarray, start: int, wanted: list[range], shape: tuple[int, ...]) -> None:
-        """Reads the wanted part of a tensor that starts at this byte: at once if its rows are whole, or row by row.
-        shape: of the tensor, and the bytes of a value."""
-        row_bytes = math.prod(shape[1:])
-        if [len(span) for span in wanted[1:]] == list(shape[1:-1]):
-            first = wanted[0].start if wanted else 0
-            with_retries(self.path, partial(self._read_run, out, start + first * row_bytes))
-        else:
-            for i, row in zip(wanted[0], out, strict=True):
-                self._read_into(row, start + i * row_bytes, wanted[1:], shape[1:])
-
-    def _read_run(self, out: np.ndarray, start: int) -> None:
-        try:
-            self.file.seek(start)
-            count = self.file.readinto(out)
-        except OSError:
-            self.file = open(self.path, "rb")  # noqa: SIM115 - the handle may be stale
-            raise
-        if count < out.nbytes:
-            raise UserError(f"{self.path} is cut short")
-
-
-def _code_of(error: Exception) -> int:
-    """The errno in an error of the library; 0 if the system did not cause it."""
-    return int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
-
-
-def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, sources: Iterable[tuple]) -> Tensor:
-    """Values of a tensor of shape `whole` that has several sources (place, read), where place is the source's slices of
-    the tensor. Calls read(slices of the source) for each source that it needs."""
-    wanted = [range(n)[s] for s, n in zip(slices, whole, strict=True)]
-    out, filled = torch.empty(list(map(len, wanted)), dtype=dtype), 0
-    for place, read in sources:
-        common = [range(max(r.start, s.start), min(r.stop, s.stop)) for r, s in zip(wanted, place, strict=True)]
-        if all(common):
-            values = read(_shift(common, place))
-            if common == wanted:  # saves a copy
-                return values.to(dtype).reshape(out.shape)
-            out[_shift(common, wanted)] = values
-            filled += values.numel()
-    assert filled == out.numel(), f"the sources of a tensor of shape {list(whole)} do not cover it"
-    return out
-
-
-def _shift(ranges, origins):
-    """The ranges as slices that count from the starts of the origins."""
-    return tuple(slice(r.start - o.start, r.stop - o.start) for r, o in zip(ranges, origins, strict=True))
-
-
-def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
-    refuses it, and the bytes that are needed and free."""
-    with_retries(path, partial(_write, path, tensors))
-    progress.advance()
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        save_file(tensors, path, {"format": "pt"})
-    except SafetensorError as e:
-        code = _code_of(e) or errno.EIO
-        path.unlink(missing_ok=True)
-        room = f"it needs {amount(size)}, {amount(free_space(path)[0])} are free"
-        raise OSError(code, f"{os.strerror(code)}, {room}", str(path)) from None
-    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-# ---- reading
-
-
-def find_files(folder: Path) -> list[Path]:
-    """The safetensors files with a folder's weights: model.safetensors, or exactly the files that its index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise UserError(
-            f"{folder} holds neither model.safetensors nor its index (`python download.py ORG/NAME` adds what"
-            " --skip_model left out). Pickles are not loaded: they can run code. If you trust its source, convert it in"
-            " Python: from transformers import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto')"
-            ".save_pretrained(NEW)"
-        )
-    table = read_object(index).get("weight_map")
-    if not isinstance(table, dict):
-        raise UserError(f"{index}: it has no weight_map")
-    names = set(map(str, table.values()))
-    if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
-        raise UserError(f"{folder} lacks {len(missing)} files that its index names: {sorted(missing)[:4]}")
-    return [folder / name for name in sorted(names)]
-
-
-def open_weights(folder: Path, config: ModelConfig, reads_head: bool = True) -> Read:
-    """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices) of our parameters,
-    in the files' dtype (the widest dtype of a fused parameter's tensors). reads_head: also compare the head that a tied
-    model's files may hold with the embedding; one rank of a job is enough."""
-    _check_config(folder, config)
-    return _reader(folder, pieces(config), find_files(folder), reads_head)
-
-
-def _refuse_other_head(file, embedding, read):
-    """Refuses a tied model's file whose head differs from the embedding, a Piece. Reads both, in blocks of rows."""
-    rows, dim = embedding.stored
-    blocks = [(slice(i, i + 4096), slice(0, dim)) for i in range(0, rows, 4096)]
-    if file.entries[HEAD][1] != embedding.stored or not all(
-        torch.equal(file.read(HEAD, b).float(), read("embed_tokens.weight", b).float()) for b in blocks
-    ):
-        raise UserError(
-            f"{file.path}: {HEAD} differs from the embedding, but config.json ties them: set its tie_word_embeddings to"
-            " false to use this head, as transformers does, or remove the tensor"
-        )
-
-
-def _reader(folder, plan, paths, reads_head=False):
-    """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
-    expected = {piece.name: piece.stored for row in plan.values() for piece in row}
-    stored, dtypes, head = {}, {}, None  # stored: the file of each tensor, and its name there
-    for file in map(TensorFile, paths):
-        for name in file.entries:
-            # Files that were saved without the head lack the names' first part.
-            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
-            if full in stored:
-                raise UserError(f"{file.path}: {full!r} is stored a second time")
-            if full in expected or not IGNORED.search(name):
-                stored[full] = file, name
-            elif name == HEAD:
-                head = file
-    missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
-    if missing or extra:
-        raise UserError(
-            f"{folder} does not fit the model. Missing {len(missing)}: {missing[:4]}. Unexpected {len(extra)}:"
-            f" {extra[:4]}"
-        )
-    for full, (file, name) in stored.items():
-        dtypes[full], shape = file.entries[name]
-        if dtypes[full] not in (torch.float32, torch.float16, torch.bfloat16) or shape != expected[full]:
-            raise UserError(
-                f"{file.path}: {name!r} has shape {list(shape)} and dtype {dtypes[full]}, expected"
-                f" {list(expected[full])} in float32, float16 or bfloat16"
-            )
-
-    def read_piece(piece, slices):
-        file, name = stored[piece.name]
-        values = file.read(name, slices[::-1] if piece.transposed else slices[-2:])
-        return values.T if piece.transposed else values
-
-    def read(name, slices):
-        row = plan[name]
-        dtype = reduce(torch.promote_types, (dtypes[piece.name] for piece in row))
-        sources = ((piece.place, partial(read_piece, piece)) for piece in row)
-        return assemble(slices, [s.stop for s in row[-1].place], dtype, sources)
-
-    if head and reads_head:
-        _refuse_other_head(head, *plan["embed_tokens.weight"], read)
-    return read
-
-
-def _check_config(folder, config):
-    """Refuses weights with the right shapes of another model: a wrong rope_theta would show only in the results."""
-    stored = asdict(read_config(folder))
-    ignored = "init_std", "router_aux_loss_coef", "max_seq_len"  # they change no output, or a shape shows them
-    differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
-    if differ:
-        raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
+def load_model(
+    folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The model of a folder or of a downloaded hub id, with parameters and computation in `dtype`."""
+    folder = local_path(str(folder), "folder")
+    config = read_config(folder)
+    model = empty_model(config, dtype, device)
+    fill_parameters(model, open_weights(folder, config))
+    return model
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
@@ -328,100 +51,222 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     return model.eval()
 
 
-# ---- PEFT adapters
+def export(
+    config: ModelConfig, read: Read, folder: Path, dtype: torch.dtype, tokenizer: Tokenizer | None = None,
+    chat_format: str = "", replaces: bool = False, ranks: Ranks = ALONE, shard_gb: float = 5,
+) -> None:  # fmt: skip
+    """Writes a Hugging Face folder with values rounded to `dtype`. Each file is written by one rank. The folder gets
+    its name when it is complete. chat_format: see write_files. replaces: replace an earlier export. shard_gb: size of
+    a file (10^9 bytes; a larger tensor has its own). UserError: no family has this shape. All ranks must call; an error
+    on one rank is raised on all."""
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-# Fields of adapter_config.json, and the values that lib/lora.py supports; others may be null, false, 0 or empty.
-ADAPTER_MEANS_OURS = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva"),
-}
-# Keys that may have any value. All others must be null, false, 0 or empty.
-ADAPTER_HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "r",
-    "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "megatron_core",
-    "qalora_group_size",
-}  # fmt: skip
+    rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
+    split = split_state_dict_into_shards_factory(
+        rows,
+        get_storage_size=lambda row: math.prod(row[0].stored) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(shard_gb * 1e9),
+    )
+    folder = folder.absolute()
+    temporary = folder.with_name(f"{folder.name}.tmp")
 
+    def begin():
+        refuse_in_the_way(folder, replaces)
+        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+        temporary.mkdir(parents=True)
 
-def adapter_pieces(config: Settings) -> dict[str, list[Piece]]:
-    """The tensors in PEFT's file for each parameter of the adapters."""
-    out, rank = {}, config.lora
-    for name, row in pieces(config.model_config).items():
-        a, b, start = [], [], 0
-        for piece in row:
-            if re.search(r"(\w+)_proj\.weight$|$", piece.name)[1] in config.lora_targets:
-                rows, width = piece.stored
-                stem = f"base_model.model.{piece.name.removesuffix('weight')}lora"
-                a.append(Piece(f"{stem}_A.weight", (slice(len(a) * rank, (len(a) + 1) * rank), slice(0, width))))
-                b.append(Piece(f"{stem}_B.weight", (slice(start, start + rows), slice(0, rank))))
-                start += rows
-        if a:
-            layer = name.removesuffix(".weight")
-            out |= {f"{layer}.lora_A": a, f"{layer}.lora_B": b}
-    return out
+    def write_shards():
+        for file, names in [*split.filename_to_tensors.items()][ranks.rank :: ranks.world_size]:
+            write_file(temporary / file, _shard([rows[name] for name in names], dtype, read))
 
+    def finish():
+        _write_json_files(temporary, split, config_json(config, str(dtype)[6:]), tokenizer, chat_format)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
 
-def adapter_flags(folder: Path) -> dict:
-    """The values of --lora, --lora_alpha and --lora_targets for a PEFT adapter. The scale of rsLoRA (arXiv 2312.03732),
-    alpha / sqrt(rank), becomes a larger alpha. Refuses adapters of other kinds."""
-    path = folder / "adapter_config.json"
-    values = read_object(path)
-    for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
-        if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
-            raise UserError(
-                f"{path}: {key} is {values[key]!r}"[:500] + ", which is not implemented: merge the adapter with PEFT's"
-                " merge_and_unload(), and give the merged folder as --weights"
-            )
-    rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)  # PEFT's defaults
-    if values.get("use_rslora"):
-        alpha *= math.sqrt(rank)
-    names = "\n".join(TensorFile(folder / "adapter_model.safetensors").entries)
-    targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", names, re.M))
-    return {"lora": rank, "lora_alpha": alpha, "lora_targets": tuple(sorted(targets))}
+    on_first_rank(begin, ranks)
+    try:
+        collect(write_shards, ranks)
+        on_first_rank(finish, ranks)
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def open_adapter(folder: Path, config: Settings) -> Read:
-    """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters."""
-    rank, alpha, targets = adapter_flags(folder).values()
-    if (rank, alpha, {*targets}) != (config.lora, config.lora_alpha, {*config.lora_targets}):
-        raise UserError(
-            f"--lora_weights {folder}: the adapter does not match the flags; give --lora {rank} --lora_alpha {alpha}"
-            f" --lora_targets {','.join(targets)}, or none of the three"
-        )
-    return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"])
+def _shard(rows, dtype, read):
+    """The tensors of a file. rows: each piece, and our parameter that holds its values."""
+    tensors = {}
+    for piece, name in rows:
+        values = read(name, piece.place).to(dtype)
+        progress.advance()
+        tensors[piece.name] = (values.T if piece.transposed else values.reshape(piece.stored)).contiguous()
+    return tensors
+
+
+def _write_json_files(folder, split, config, tokenizer, chat_format):
+    """Writes the tokenizer's files, the index, config.json and generation_config.json."""
+    ids = write_files(tokenizer, folder, chat_format) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
+    generation, ends = folder / "generation_config.json", {}
+    if tokenizer and not chat_format and tokenizer.bos_id not in tokenizer.eos_ids:
+        ends = {"eos_token_id": [*tokenizer.eos_ids, tokenizer.bos_id]}  # a document ends where the next one begins
+    write_json(generation, read_json(generation) | ids | ends)  # there may be one from the tokenizer's folder
+    write_json(folder / "config.json", config | ids | {"pad_token_id": None})  # its default may exceed the vocabulary
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def refuse_in_the_way(folder: Path, replaces: bool) -> None:
+    """Refuses an export to a folder with contents, unless it replaces an earlier export."""
+    is_export = replaces and (folder / "generation_config.json").exists()
+    if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already: move it away, or give another folder")
+
+
+def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **how) -> None:
+    """Writes an unsharded model as a Hugging Face folder, in its parameters' dtype. how: as for export."""
+    dtype = next(model.parameters()).dtype
+
+    def read(name, slices):
+        return model.get_parameter(name).detach()[slices].cpu()
+
+    export(model.config, read, Path(folder), dtype, shard_gb=shard_gb, **how)
 
 
 # ---- the model of a checkpoint
 
 
-class Trained(Protocol):
-    """The part of a checkpoint.Checkpoint that an export reads. This file does not import it."""
-
-    config: Settings
-    model_config: ModelConfig
-    manifest: dict
-    read_weights: Read
-
-
-def base_fingerprint(config: Settings, ranks: Ranks = ALONE) -> str:
-    """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
-    if not (config.lora and config.weights):
-        return "0"
-    return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
-
-
-def refuse_other_base(config: Settings, fingerprint: str, ranks: Ranks = ALONE) -> None:
-    """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
-    if base_fingerprint(config, ranks) != fingerprint:
-        raise UserError(f"--weights {config.weights} has changed since the adapters were trained on it: restore it")
+def export_trained(
+    saved: Trained, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, spec: str = "", **how
+) -> None:
+    """Writes a Hugging Face folder with the run's tokenizer, and the chat template if the run trained on conversations.
+    It names the longest text that was trained on. spec: another tokenizer. how: arguments of export. All ranks must
+    call."""
+    config, shape = saved.config, saved.model_config
+    chat_format = shape.chat_format if saved.manifest["position"].get("chat") else ""
+    tokenizer = load_tokenizer(spec or config.tokenizer) if spec or knows_text(config) else None
+    if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
+        shape = replace(shape, max_seq_len=config.trained_length(shape))
+    read = open_trained(saved, ranks)
+    export(shape, read, folder, dtype, tokenizer=tokenizer, chat_format=chat_format, ranks=ranks, **how)
 
 
-def open_trained(saved: Trained, ranks: Ranks = ALONE) -> Read:
-    """read(name, slices) of all weights, with adapters merged into the weights of --weights. All ranks must call."""
-    config = saved.config
-    refuse_other_base(config, saved.manifest["base"], ranks)
-    if not config.lora:
-        return saved.read_weights
-    base = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=False)
-    return lora.merge(base, saved.read_weights, config)
+def export_run(saved: Trained, run: Path, ranks: Ranks) -> None:
+    """Writes the folders hf/ and, with adapters, adapter/ of a run that ends. All ranks must call."""
+    try:
+        family(saved.model_config)
+    except UserError as e:
+        return logger.warning(f"No export to hf/: {e}")
+    export_trained(saved, run / "hf", torch.float32, ranks, replaces=True)
+    if saved.config.lora:
+        on_first_rank(lambda: export_adapter(saved.config, saved.read_weights, run / "adapter"), ranks)
+
+
+# ---- PEFT adapters
+
+# The same in every adapter that we write.
+ADAPTER_CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "inference_mode": True,
+}
+
+
+def export_adapter(config: Settings, read: Read, folder: Path) -> None:
+    """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. read: of
+    lib/lora.py's parameters."""
+    rows = [(piece, name) for name, row in adapter_pieces(config).items() for piece in row]
+    temporary = folder / "adapter_model.safetensors.tmp"
+    folder.mkdir(exist_ok=True)
+    write_file(temporary, _shard(rows, torch.float32, read))
+    temporary.rename(folder / "adapter_model.safetensors")
+    how = {"base_model_name_or_path": config.weights or None, "r": config.lora, "lora_alpha": config.lora_alpha}
+    targets = [f"{target}_proj" for target in config.lora_targets]
+    write_json(folder / "adapter_config.json", ADAPTER_CONFIG | how | {"target_modules": targets})
+
+
+# ---- the files of a tokenizer
+
+
+def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
+    """Writes a tokenizer's files into a model's folder -> the ids of BOS, EOS and padding for its config.json.
+
+    chat_format: of a model that was trained on conversations. Their template is written, and the token that ends an
+    answer also ends a text."""
+    for file, name in tokenizer.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / name)
+    if not tokenizer.files:
+        model = BYTES_JSON["model"] | {"vocab": tokenizer.vocab}
+        write_json(folder / "tokenizer.json", BYTES_JSON | {"model": model})
+    _write_settings(tokenizer, folder / "tokenizer_config.json")
+    ends = tokenizer.eos_ids
+    if chat_format:
+        chat = chat_template(tokenizer, chat_format)
+        if {*tokenizer.templates} <= {"default"}:  # several are in the copied files
+            (folder / "chat_template.jinja").write_text(chat, "utf-8")
+        ends = sorted({*ends, *_turn_ends(tokenizer, chat)})
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    pad = tokenizer.pad_id
+    return ids if pad is None or pad >= tokenizer.vocab_size else ids | {"pad_token_id": pad}
+
+
+def _turn_ends(tokenizer, chat):
+    """The control tokens that end an answer: the last trained one; all usual ones if the template needs more."""
+    try:
+        ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
+    except UserError:
+        return tokenizer.stop_ids - {tokenizer.bos_id}
+    return [i for i, trained in zip(ids, mask, strict=True) if trained and i in tokenizer.control.values()][-1:]
+
+
+def _write_settings(tokenizer, path):
+    """Writes the tokenizer_config.json that makes transformers 4 and 5 give our ids."""
+    settings = tokenizer.names | (read_json(path) or {"clean_up_tokenization_spaces": False})
+    if (path.parent / "tokenizer.json").exists():
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
+    else:
+        settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
+        if not tokenizer.is_llama:
+            settings.pop("tokenizer_class", None)
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects an object
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write_json(path, settings)
+
+
+# The tokenizer.json of `bytes`, without its vocabulary.
+BYTES_JSON = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": 256,
+            "content": "<s>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        },
+        {
+            "id": 257,
+            "content": "</s>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        },
+    ],
+    "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}},
+        ],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
+    },
+    "model": {"type": "BPE", "byte_fallback": True, "merges": []},
+}  # fmt: skip
