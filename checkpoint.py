@@ -402,9 +402,10 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
     return on_first_rank(lambda: next(filter(None, faults), ""), ranks)
 
 
-def verify(run: Path, checksums: bool = True) -> dict[int, str]:
-    """The fault of each checkpoint of a run by its step, oldest first; "": it is intact."""
-    return {step_of(folder): fault_of(folder, checksums=checksums) for folder in folders(run)}
+def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
+    """(step, whether it is intact, its fault or "") of each checkpoint of a run, oldest first."""
+    faults = {step_of(folder): fault_of(folder, checksums=checksums) for folder in folders(Path(run))}
+    return [(step, not fault, fault) for step, fault in faults.items()]
 
 
 # ---- loading
@@ -594,9 +595,9 @@ def main(argv: list[str]) -> int:
         print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
         return 0
     refuse_empty(args.run)
-    faults = verify(args.run, checksums=args.verb == "verify")
-    print(*(f"step {step}: {fault or 'intact'}" for step, fault in faults.items()), sep="\n")
-    return int(any(faults.values()))
+    rows = verify(args.run, checksums=args.verb == "verify")
+    print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
+    return int(not all(intact for _, intact, _ in rows))
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
         left[step] = sorted(p.name.replace("step-0000000", "") for p in tmp_path.glob("checkpoints/*"))
         assert step > 2 or checkpoint.find(config)[0].step == 2  # the later damaged checkpoint does not displace it
     assert left == {2: ["1", "2", "2.damaged", "3.damaged"], 4: ["1", "2", "4"], 6: ["2", "4", "6"]}
-    assert not any(checkpoint.verify(tmp_path).values())
+    assert all(intact for _, intact, _ in checkpoint.verify(tmp_path))
 
 
 def test_rotation_removes_only_what_runs_wrote(tmp_path):
@@ -254,7 +254,7 @@ def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoin
         rows += checkpoint._write_shards(folder.with_name("temporary"), own, layouts, rank)
     manifest = {"format": checkpoint.FORMAT, "step": 1, "tensors": layouts, "files": rows}
     checkpoint._commit(folder.with_name("temporary"), folder, manifest, config)
-    assert checkpoint.verify(run) == {1: ""}
+    assert checkpoint.verify(run) == [(1, True, "")]
     return checkpoint.Checkpoint(folder)
 
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_in_format_3_is_read(tmp_path, ranks):
             row |= {"file": checkpoint.file_name(row["file"], part), "tensors": places}
 
     rewrite(saved.folder, make_old)
-    assert checkpoint.verify(tmp_path / "run") == {1: ""}
+    assert checkpoint.verify(tmp_path / "run") == [(1, True, "")]
     old = checkpoint.Checkpoint(saved.folder)
     for key, tensor in tensors.items():
         for slices in ([slice(0, n) for n in tensor.shape], [slice(1, 3), *map(slice, tensor.shape[1:])]):
@@ -340,7 +340,7 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
     assert describe_error(error.value)[0] == 1
     assert len(failures) == 96
     failures.clear()
-    assert checkpoint.verify(tmp_path) == {1: ""}
+    assert checkpoint.verify(tmp_path) == [(1, True, "")]
     if "read_bytes" in name:  # like config.json
         failures += [OSError(code, os.strerror(code))] * 9
         with pytest.raises(OSError, match=os.strerror(code)):
@@ -372,7 +372,7 @@ def test_without_room_for_a_copy_of_the_state_training_waits_for_the_save(tmp_pa
     assert not waits or saver.writing.done()
     assert ("Training waits for this save" in caplog.text) == waits
     saver.wait()
-    assert checkpoint.verify(tmp_path) == {1: ""}
+    assert checkpoint.verify(tmp_path) == [(1, True, "")]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):

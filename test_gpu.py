@@ -348,4 +348,4 @@ def test_two_gpus_train_as_one_evaluate_and_save(tmp_path, words):
     run_train(tmp_path / "two", words, gpus=2)
     one, two = ([loss for loss, *_ in values(tmp_path / run).values()] for run in ("one", "two"))
     assert two == pytest.approx(one, rel=5e-3)
-    assert checkpoint.verify(tmp_path / "two") == {2: "", 4: ""}
+    assert checkpoint.verify(tmp_path / "two") == [(2, True, ""), (4, True, "")]
