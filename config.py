@@ -480,7 +480,7 @@ def _check_data(c: Config, trains: bool) -> None:
 
 
 def check_together(c: Config) -> None:
-    """Refuses flags that contradict each other, and values that depend on others."""
+    """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
     tunable, model = fields_that_resume("override"), c.model_config
     if wrong := {*c.resume_override} - {*tunable}:
         raise UserError(

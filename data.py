@@ -51,17 +51,14 @@ CHECKED = 2**24  # tokens of a source whose ids are checked before the run
 
 @dataclass
 class Batch:
-    """One micro-batch: tokens and targets [B, T] int64, target -100 = not trained on; positions [B, T] int64, 0 at the
-    beginning of each document, or None: one sequence per row. documents, with positions: int32, where each document
-    begins in the flattened rows (model.document_begins). sources [B] int64, in a
-    mixture: the entry of --data that a row is from. Ranks that share rows have parts of the tokens and targets, and
-    the positions and documents of the whole rows."""
+    """One micro-batch. Ranks that share rows have parts of the tokens and targets, and the positions and documents of
+    the whole rows."""
 
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-    sources: Tensor | None = None
+    tokens: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64; -100: not trained on
+    positions: Tensor | None = None  # [B, T] int64, 0 where a document begins; None: a row is one sequence
+    documents: Tensor | None = None  # with positions: int32, see model.document_begins
+    sources: Tensor | None = None  # in a mixture: [B] int64, the entry of --data that a row is from
 
     def to(self, device: torch.device) -> "Batch":
         """Asynchronous on a GPU."""
@@ -138,6 +135,7 @@ class Loader:
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
         rows = self.micro_batch * self.row_groups
+        # A lane falls on rows / gcd(rows, lanes) different places among these rows.
         readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
         if readers > 1 and not val:
             log.warning(
@@ -252,7 +250,8 @@ class Loader:
             stream.close()
 
     def _samples_of_step(self, first: int) -> np.ndarray:
-        """The last step of --epochs ends with its epoch."""
+        """The numbers of the samples of the step that begins with sample `first`. The last step of --epochs ends with
+        its epoch."""
         stop = first + self.step_rows
         return np.arange(first, min(stop, self.end) if first < self.end else stop)
 
@@ -384,7 +383,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     catalog, loaders = Catalog(config), []
 
     def look_up() -> tuple:
-        loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0's
+        loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0 keeps the loaders that it checked
         return catalog.known, catalog.shards, loaders[0].fingerprint
 
     catalog.known, catalog.first_shards, fingerprint = on_first_rank(look_up, ranks)

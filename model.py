@@ -82,7 +82,8 @@ class Attention(nn.Module):
             norm, widths = HeadsNorm, (H * h, K * h)
         self.q_norm, self.k_norm = (norm(width, eps=config.norm_eps) for width in widths)
         self.window = config.window if "window" in config.kind(layer) else 0
-        self.backend, self.part = "sdpa", WHOLE
+        self.backend = "sdpa"  # Transformer sets it
+        self.part = WHOLE  # shard.share_rows sets it
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
         B, T, _ = x.shape
@@ -138,7 +139,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 class _Reorder(torch.autograd.Function):
     """x [N, D], index [N k] -> x[index]. `back` [N k] lists the places of the k copies of each row. The backward pass
-    gathers the gradients from these places and adds them in a fixed order; plain indexing adds them in any order."""
+    gathers the gradients from these places and adds them in a fixed order; plain indexing adds them in any order. With
+    k = 1, index and back are inverse permutations, and swapping them undoes the reordering."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -213,14 +215,14 @@ class Block(nn.Module):
         return x + self.mlp_norm(y), router
 
 
-# The logits that exist at once take 5 times the bytes of the weight's fp32 gradient, which each chunk reads and writes,
-# so that this costs little; but at most CHUNK_BYTES, and at least a fifth of it.
+# Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little, because
+# a chunk has 5 times its bytes; but at most CHUNK_BYTES, and at least a fifth of them.
 CHUNK_BYTES = 2**29
 
 
 def chunk_rows(tokens: int, limit: int) -> int:
-    """Rows of a chunk of the logits, at most `limit` or 128. Powers of two suit the kernels, and divide most batches:
-    chunks of one shape are compiled once."""
+    """Rows of a chunk of the logits: all, or a power of two up to `limit`, but at least 128. Powers of two suit the
+    kernels, and divide most batches: chunks of one shape are compiled once."""
     return tokens if tokens <= limit else 2 ** max(7, limit.bit_length() - 1)
 
 
@@ -268,8 +270,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so the
     [N, V] logits never exist, neither now nor saved for the backward pass.
 
-    Cross-entropy sees the V columns of the vocabulary. The columns that `padded` adds are zeros, which are their own
-    gradient, and the gradient of the weight leaves them out."""
+    Cross-entropy sees the V columns of the vocabulary. `padded` adds columns of zeros, which it does not touch: so they
+    are zero in the gradient of the logits, too. The gradient of the weight leaves them out."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
@@ -343,7 +345,7 @@ class Details(NamedTuple):
 
     row_losses: fp32 [B]. router_sums: None without experts, else fp32 [L + 2, E]. Rows 0 ... L - 1: the tokens assigned
     to each expert of a layer. Row L: the balancing loss times the trained tokens. Row L + 1: the trained tokens. Each
-    of the last two rows repeats one number."""
+    of the last two rows repeats one number. One tensor: the log sums all of it over the ranks at once."""
 
     row_losses: Tensor
     router_sums: Tensor | None

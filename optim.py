@@ -2,8 +2,8 @@
 2502.16982); and the learning rate.
 
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
-count over the ranks. train.py's `train_step` computes the mean, the norm, the clipping and the decision to skip from
-these sums; all of them stay on the device.
+count over the ranks. From these sums, train.py's `train_step` computes the mean, the norm and the clip factor, and
+tests whether they are finite; `Gradients.skip` decides. All of this stays on the device of the gradients.
 
 An `Optimizer` updates parameters and state of any dtypes: its rule computes in fp32, on flat chunks of the parameters,
 compiled to one pass over memory if there is a compiler. If parameters and moments are fp32, torch's fused AdamW does
@@ -57,7 +57,8 @@ class Settings(Protocol):
 
 
 class Gradients:
-    """The gradients of a step on this rank: sums over its trained tokens. Nothing here makes the host wait."""
+    """The gradients of a step on this rank: sums over its trained tokens. The host waits for nothing here, unless the
+    gradients are offloaded to it."""
 
     def __init__(
         self,
@@ -166,7 +167,8 @@ class Optimizer:
         """`step` for one group of parameters."""
         for p in group["params"]:
             self.state[p]["step"].add_(1.0 - skip)
-        step = self.state[p]["step"].clamp(min=1.0)  # the same for all; 0 while every update was skipped
+        step = self.state[group["params"][0]]["step"]  # equal for all
+        step = step.clamp(min=1.0)  # it is 0 while every update was skipped
         scalars, unscale = self.scalars(group, step), 1.0 / grad_divisor
         for p in group["params"]:
             tensors = p, p.grad, *(self.state[p][name] for name in self.state_names)
@@ -375,8 +377,8 @@ class Muon(AdamW):
         """heights: see `matrices`. groups: the other parameters."""
         super().__init__(groups, config)
         self.heights, self.dtype = heights, DTYPES[config.dtype]
-        self.matrices = {"params": [*heights], "weight_decay": config.weight_decay}
-        self.param_groups = [*groups, self.matrices]
+        self.matrix_group = {"params": [*heights], "weight_decay": config.weight_decay}
+        self.param_groups = [*groups, self.matrix_group]
         self.state |= {p: self.zeros(p, ("momentum_buffer",)) for p in heights}
         self.seeds = {p: rounding_seed(config.seed, -i, p) for i, p in enumerate(heights)}  # AdamW's numbers are from 1
         alike, self.stacks = defaultdict(list), []
@@ -387,11 +389,11 @@ class Muon(AdamW):
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
 
     @cached_property
-    def orthogonalize(self) -> Callable:
+    def compiled_orthogonalize(self) -> Callable:
         return torch.compile(orthogonalize, dynamic=True) if self.compiled else orthogonalize
 
     def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
-        if group is not self.matrices:
+        if group is not self.matrix_group:
             return super().update(group, grad_divisor, skip)
         for parameters in self.stacks:
             averages = torch.stack([self._average(p, grad_divisor, skip) for p in parameters])
@@ -429,11 +431,11 @@ class Muon(AdamW):
         updates = []
         for matrix in stack.split(heights, -2):
             scale = 0.2 * max(matrix.shape[-2:]) ** 0.5
-            updates.append((self.orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
+            updates.append((self.compiled_orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
         return torch.cat(updates, -2)
 
     def _apply(self, p: Tensor, change: Tensor, skip: Tensor) -> None:
-        group, values, step = self.matrices, local(p), self.state[p]["step"]
+        group, values, step = self.matrix_group, local(p), self.state[p]["step"]
         step.add_(1.0 - skip)
         new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
         new -= group["lr"] * change.to(new.device, torch.float32)

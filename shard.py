@@ -11,9 +11,10 @@ allocated last, when every rank knows its part. Checkpointing, compilation and o
 changes the class of a module. No step wraps or renames a module, so parameters keep the model's names. Before the first
 of these steps, `build` replaces linear layers for FP8 and LoRA.
 
-Replication, full sharding and hybrids use one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
-ranks. A model with one replica is sharded on the mesh's 1-D part `shard`: on a 2-D mesh FSDP2 would keep the reduced
-gradients of all units until the backward pass ends. One rank alone is not sharded, unless its parameters are offloaded.
+One 2-D mesh (replicate, shard) describes replication, full sharding and hybrids: --shard_size 1 replicates, 0 shards
+over all ranks. FSDP gets it if there are several replicas. With one replica FSDP gets its 1-D part `shard`: on a 2-D
+mesh FSDP2 would keep the reduced gradients of all units until the backward pass ends. One rank alone is not sharded,
+unless its parameters are offloaded.
 
 With --context_parallel N, consecutive ranks share a row: each computes an N-th of its tokens (attention.RowPart). They
 form separate groups. The mesh does not change, because losses and gradients are sums over tokens."""
@@ -109,8 +110,10 @@ def whole_rows(model: nn.Module) -> Iterator[None]:
     """Within it, every rank computes whole rows, as for the checkpoint's probe and for samples."""
     part = model.part
     _set_part(model, WHOLE)
-    yield
-    _set_part(model, part)
+    try:
+        yield
+    finally:
+        _set_part(model, part)
 
 
 # ---- activations: tensors that the forward pass keeps for the backward pass
@@ -152,8 +155,8 @@ class ActivationOffload:
     too, and save nothing."""
 
     def __init__(self, device: torch.device):
-        self.device, self.streams = device, torch.get_device_module(device)
-        self.stream = self.streams.Stream()
+        self.device, self.backend = device, torch.get_device_module(device)
+        self.stream = self.backend.Stream()
         self.entries: list[SavedInput] = []  # in the order of the forward pass
 
     def wrap(self, forward: Callable) -> Callable:
@@ -170,8 +173,8 @@ class ActivationOffload:
 
     def _save(self, x: Tensor) -> SavedInput:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-        self.stream.wait_stream(self.streams.current_stream())
-        with self.streams.stream(self.stream):
+        self.stream.wait_stream(self.backend.current_stream())
+        with self.backend.stream(self.stream):
             host.copy_(x, non_blocking=True)
         self._hold(x, self.stream)
         self.entries.append(SavedInput(host))
@@ -184,7 +187,7 @@ class ActivationOffload:
 
     def _fetch(self, entry: SavedInput) -> None:
         if entry.fetched is None:
-            with self.streams.stream(self.stream):  # which has copied it to the host before
+            with self.backend.stream(self.stream):  # which has copied it to the host before
                 entry.fetched = entry.host.to(self.device, non_blocking=True, copy=True)
 
     def _restore(self, entry: SavedInput | Tensor) -> Tensor:
@@ -193,8 +196,8 @@ class ActivationOffload:
         self._fetch(entry)
         while self.entries and self.entries.pop() is not entry:
             pass  # the later blocks' inputs are not needed any more
-        self.streams.current_stream().wait_stream(self.stream)
-        self._hold(entry.fetched, self.streams.current_stream())
+        self.backend.current_stream().wait_stream(self.stream)
+        self._hold(entry.fetched, self.backend.current_stream())
         if self.entries:
             self._fetch(self.entries[-1])
         return entry.fetched
@@ -318,6 +321,7 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
     result. All ranks must call."""
     sends = load == "rank0" and dist.is_initialized() and dist.get_world_size() > 1
     for name, layer in nf4.layers(model).items():
+        # ALONE: every rank quantizes for itself.
         on_first_rank(partial(_quantize, name, layer, read), _everyone() if sends else ALONE)
         for buffer in layer.buffers() if sends else ():
             dist.broadcast(buffer, 0)
@@ -348,7 +352,7 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "d
             seconds = time.perf_counter() - begin
             if seconds > reported + 10:
                 reported = seconds
-                logger.info("Loading: %.0f %%, %.0f s left", 100 * done / kept, seconds * (kept / done - 1))
+                logger.info("Loading: %.0f %%, %.0f s left", 100 * done / kept, seconds * (kept / max(done, 1) - 1))
     size = sum(tensor.nbytes for _, tensor in named) / 1e9
     logger.info("Filled %d tensors: %.3f GB in %.1f s", len(named), size, seconds)
 
@@ -424,7 +428,8 @@ def _sent_by_rank0(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[
             raise errors[0]
 
     dist.barrier(group)  # NCCL connects a group's ranks in its first collective, not in a transfer between two
-    to_send, sending = read_ahead(read_messages(), 1) if is_rank0 else None, []
+    to_send = read_ahead(read_messages(), 1) if is_rank0 else None
+    sending = []
     for chunks in _messages(named):
         targets = [chunk.target for chunk in chunks]
         sizes = [target.numel() for target in targets]
@@ -480,8 +485,8 @@ def prepare_backward(model: nn.Module, last: bool, reshard: str = "auto") -> Non
 
 
 def free_gathered(model: nn.Module) -> None:
-    """After a forward pass without a backward one: gives back what stayed gathered. Until then parameters are whole
-    copies in the compute dtype, nothing to save or to update."""
+    """Call it after a forward pass without a backward pass. Such a pass leaves parameters gathered: whole copies in the
+    compute dtype, which must not be saved or updated."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()

@@ -3,9 +3,10 @@
     python train.py [@recipes/NAME.args ...] [--flag value ...]        one process
     torchrun --nproc-per-node N train.py ...          one process per GPU, as `bash launch.sh` starts it
 
-Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens), which
-sums gradients over the ranks; divide by the global number of trained tokens, clip, AdamW or Muon. Python stays at most
-one step ahead of the GPU, so the GPU always has work.
+Every step reads this rank's micro-batches and computes the loss of each, summed over its trained tokens, and its
+gradients, which the backward pass also sums over the ranks. Then it divides by the global number of trained tokens,
+clips, and updates the parameters with AdamW or Muon. Python stays at most one step ahead of the GPU, so the GPU always
+has work.
 """
 
 import os
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
         run.config = count_steps(asked, config, ranks)
         train(run)
     if run.exit_code == 0:
-        leave(ranks)  # several ranks end here
+        leave(ranks)  # several ranks: the process ends in this call
     return run.exit_code
 
 
@@ -101,8 +102,8 @@ def resolve(config: Config, ranks: Ranks) -> Config:
 
 
 def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
-    """Replaces --epochs by steps, which may take hours of tokenizing. asked: config before `resolve`, which runs again,
-    because `--compile auto` depends on the steps. All ranks must call."""
+    """Replaces --epochs by steps; this may tokenize for hours. `asked` is the config before `resolve`: it is resolved
+    again, because `--compile auto` depends on the steps. All ranks must call."""
     if not asked.epochs:
         return config
     asked = on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks)
@@ -191,19 +192,19 @@ def train_step(
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
     scalars on the device; each micro-batch with the model's Details). All ranks must call."""
-    weight_scales.refresh()
+    weight_scales.refresh()  # of FP8
     local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
         shard.prepare_backward(model, i == len(micro_batches) - 1, reshard)
-        local_tokens += int((batch.targets != IGNORE).sum())
+        local_tokens += int((batch.targets != IGNORE).sum())  # on the host, which does not wait for the GPU
         batch = batch.to(device)
-        loss, batch_details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
-        loss.backward()
-        local_loss += loss.detach()
+        batch_loss, batch_details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
+        batch_loss.backward()
+        local_loss += batch_loss.detach()
         details.append((batch, batch_details))
 
     loss_sum, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
-    loss = loss_sum / tokens  # the mean over the trained tokens
+    loss = loss_sum / tokens  # the mean over the trained tokens; without any it is NaN, and the update is skipped
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
     clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
     skip = gradients.skip(~(loss.isfinite() & grad_norm.isfinite()))
@@ -237,12 +238,11 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
     if resume_from:
         shard.fill_parameters(model, weights, config.load, only_frozen=True)
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
-        # Rank 0 compares the data with the checkpoint's; below, all ranks take its position.
-        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
+        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
         barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
-    data.load_state_dict(on_first_rank(data.state_dict, ranks))
+    data.load_state_dict(on_first_rank(data.state_dict, ranks))  # all ranks take rank 0's position
 
 
 @torch.no_grad()
