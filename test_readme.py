@@ -454,7 +454,7 @@ def shorten(recipe: str, sources: dict[str, list[str]], out: Path) -> list[str]:
     return words + sources["text" if recipe in RECIPES else "chats" if recipe in CHATS else "stream"]
 
 
-def test_every_recipe_runs_on_two_processes(tmp_path):
+def test_recipes_run_on_two_processes(tmp_path):
     sources = write_sources(tmp_path)
     runs = [shorten(recipe, sources, tmp_path / recipe / "run") for recipe in RUN]
     code = f"""
