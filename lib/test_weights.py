@@ -18,7 +18,7 @@ from lib import families, folders
 from lib.errors import UserError
 from lib.families import config_json, dropout_note
 from lib.folders import TensorFile, find_files, open_weights
-from lib.weights import export_model, load_model
+from lib.weights import export, export_model, load_model
 from model import MODELS, ModelConfig, Transformer
 from test_model import FAMILY, error, make_reference, random_tokens
 from test_shard import run_code
@@ -219,6 +219,14 @@ def test_export_replaces_only_an_export(monkeypatch, tmp_path):
         export_model(model, out, replaces=True)
     assert same_bits(tensors_of(out), before)
     assert os.listdir(tmp_path / "new") == ["out"]
+
+
+def test_values_beyond_fp16_are_not_exported(tmp_path):
+    model = load_model(save(tmp_path, "llama3"))
+    model.embed_tokens.weight.data[3, 2] = -1e5
+    with pytest.raises(UserError, match="embed_tokens.weight holds values beyond float16's range"):
+        export(model.config, lambda n, s: model.get_parameter(n).detach()[s], tmp_path / "half", torch.float16)
+    assert not (tmp_path / "half").exists()
 
 
 def test_shape_without_a_family(tmp_path):

@@ -99,6 +99,8 @@ def _shard(rows, dtype, read):
     tensors = {}
     for piece, name in rows:
         values = read(name, piece.place).to(dtype)
+        if dtype == torch.float16 and values.isinf().any():
+            raise UserError(f"{piece.name} holds values beyond float16's range: export bf16 or fp32")
         progress.advance()
         tensors[piece.name] = (values.T if piece.transposed else values.reshape(piece.stored)).contiguous()
     return tensors
