@@ -485,6 +485,7 @@ def test_a_mixture(tmp_path):
 @pytest.mark.parametrize("words, message", [
     ("a.bin:0 a.bin:0", "sum to nothing"), ("a.bin:-1 a.bin:2", "must not be negative"),
     ("a.bin:0.5 a.bin", "a weight for some"), ("chat.jsonl text.jsonl", "conversations"),
+    ("a.bin:1/0", "a.bin:1/0: no file"),
 ])  # fmt: skip
 def test_wrong_mixtures(tmp_path, words, message):
     shard(tmp_path / "a.bin", range(900))

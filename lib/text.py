@@ -108,7 +108,7 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
     spec = spec.removeprefix("file://")
     path, _, weight = spec.rpartition(":")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, ZeroDivisionError):  # the name of a file may end like that
         if path and not Path(spec).exists():
             return path, Fraction(weight)
     return spec, None
