@@ -171,7 +171,9 @@ class Supervisor:
         others = ",".join(host.name for host in self.hosts if host not in silent)
         if silent and others:
             names = ", ".join(host.label for host in silent)
-            self.report(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
+            tokens = read_json(self.out / "flags.json").get("batch_tokens", 0)  # the default depends on the hosts
+            flags = f"--hosts {others} --batch_tokens {tokens}"
+            self.report(f"{names} did not come back. To continue without, add to the same command: {flags}")
 
     def attempt(self) -> State:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
@@ -211,7 +213,8 @@ class Supervisor:
     def judge(self, cause: dict) -> tuple[str, str]:
         """How an attempt ended: its state and message; log.txt gets details."""
         status, stopped = read_status(self.out), self.stop_requested()
-        state, message = status.get("state"), status.get("message") or ""
+        ours = status.get("attempt") == self.job["id"]  # otherwise another job has taken the folder
+        state, message = (status["state"], status["message"]) if ours else ("starting", "")
         if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] >= SILENT)):
             return state, message
         output = cause.get("tail", "").rstrip()

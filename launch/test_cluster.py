@@ -143,7 +143,7 @@ def supervisor(tmp_path):
     return supervisor
 
 
-def write_status(supervisor, state: str, message: str = "m", attempt: str = "x") -> None:
+def write_status(supervisor, state: str, message: str = "m", attempt: str | None = "x") -> None:
     """As rank 0 does."""
     status = {"state": state, "step": 7, "message": message, "attempt": attempt}
     node.write_json(supervisor.out / "status.json", status)
@@ -170,6 +170,12 @@ def test_how_an_attempt_is_judged(supervisor, status, asked, answers, state, out
     assert output in message
     if output == "b failed":
         assert f"---- the end of f\n{BUG}" in log(supervisor)
+
+
+@pytest.mark.parametrize("state", ["running", "stopped", "finished"])
+def test_the_status_of_another_job_in_the_folder_does_not_count(supervisor, state):
+    write_status(supervisor, state, attempt=None)
+    assert supervisor.judge(MISTAKE["cause"]) == ("error", "no GPU")
 
 
 @pytest.mark.parametrize("state, attempt, lock, expected", [
@@ -274,6 +280,7 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_silent
     supervisor.hosts = [Host(n, label=n, last=answer) for n, answer in (("a", FINE), ("me@b:22", FINE), ("c", SILENT))]
     ends = iter([cluster.State("failed", n, f"what {n}") for n in range(9)])
     saved = iter(["", "step-4", "step-7", "step-7"])
+    node.write_json(supervisor.out / "flags.json", {"batch_tokens": 128})
     monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
     monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
     supervisor.run()
@@ -281,7 +288,7 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_silent
         "Relaunching from step-4 in 0 s: try 1 of 1",
         "Relaunching from step-7 in 0 s: try 1 of 1",
         "Gave up after 1 tries without progress",
-        "c did not come back. To continue without, add to the same command: --hosts a,me@b:22",
+        "c did not come back. To continue without, add to the same command: --hosts a,me@b:22 --batch_tokens 128",
     ]
     assert cluster.read_status(supervisor.out)["message"] == "what 1"  # that of `waiting`: `attempt` records the end
 
