@@ -11,7 +11,7 @@ complain() { printf '%s\n' "$1" >&2; exit 2; }
 torch_of() { "$1" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null; }
 # The content of .venv/flatland-NAME. It includes torch's version: .venv may use python3's torch, which can change.
 stamp() { torch_of "$python" && printf '%s\n' "${needs[@]}"; }
-is_complete() { [[ ! -e .venv/flatland-incomplete ]] && stamp | cmp -s - "$file"; }
+is_complete() { [[ ! -e .venv/flatland-incomplete && -f $file && $(stamp) == "$(<"$file")" ]]; }
 
 # has_torch PYTHON: whether it has a supported torch. `cuda`: the newest CUDA of the NVIDIA driver; empty without one
 has_torch() {
