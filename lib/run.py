@@ -134,7 +134,8 @@ def refuse_unusable(names: tuple[str, ...]) -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in TRACKERS or importlib.util.find_spec(name) is None:
-            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, installed with pip install {name}")
+            pip = f"{sys.executable} -m pip install {name}"
+            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, installed with {pip}")
 
 
 # ---- the run
