@@ -108,6 +108,8 @@ def write_json(path, value):
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
+        if not path.exists():
+            raise
         with open(path, "r+") as file:
             file.write(text)
             file.truncate()

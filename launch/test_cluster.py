@@ -346,6 +346,8 @@ def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
         (disk / "data").write_bytes(bytes(2**20))
     node.write_json(disk / "status.json", {"state": "failed"})
     assert node.read_json(disk / "status.json") == {"state": "failed"}
+    with pytest.raises(OSError, match="No space left"):
+        node.write_json(disk / "new.json", {})
     assert {path.name for path in disk.iterdir()} == {"status.json", "data"}
 
 
