@@ -303,9 +303,10 @@ def run_train(out, words: str, status: int = 0, gpus: int = 1) -> str:
     return done.stdout
 
 
-def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path):
+def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path, text):
     """Deterministic kernels; checkpoints are written while the training goes on."""
-    words = "--deterministic --log_every 1 --save_every 4 --eval_every 0 --sample_every 0 --schedule constant --steps"
+    words = f"{SMALL} --data {text} --deterministic --log_every 1 --save_every 4 --eval_every 0 --sample_every 0"
+    words += " --schedule constant --steps"
     for out, steps in (("whole", 12), ("halves", 6), ("halves", 12)):
         run_train(tmp_path / out, f"--compile none {words} {steps}")
     assert values(tmp_path / "halves") == values(tmp_path / "whole")
@@ -341,9 +342,9 @@ def test_what_does_not_fit_is_explained(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("words", ["--fp8 tensor --fp8_all_gather --compile block", "--offload cpu", "",
                                    "--shard_size 1 --param_dtype bf16 --state_dtype bf16"])  # fmt: skip
-def test_two_gpus_train_as_one_evaluate_and_save(tmp_path, words):
-    words += " --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 2 --eval_batches 1"
-    words += " --save_every 2 --sample_every 0 --batch_tokens 4096"
+def test_two_gpus_train_as_one_evaluate_and_save(tmp_path, text, words):
+    words += f" {SMALL} --data {text} --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 2"
+    words += " --eval_batches 1 --save_every 2 --sample_every 0 --batch_tokens 1024"
     run_train(tmp_path / "one", words.replace("--fp8_all_gather", ""))
     run_train(tmp_path / "two", words, gpus=2)
     one, two = ([loss for loss, *_ in values(tmp_path / run).values()] for run in ("one", "two"))
