@@ -322,6 +322,12 @@ def test_a_run_logs_once_which_download_is_unverified(hub, tmp_path, caplog):
     assert caplog.text.count("python download.py org/model --revision " + "a" * 40 + " --verify") == 1
 
 
+def test_a_refusal_names_the_flag(tmp_path):
+    named = {"model": "tiny-llama", "weights": "", "lora_weights": "", "tokenizer": "./none"}
+    with pytest.raises(UserError, match="^--tokenizer ./none: there is no folder or file"):
+        settle.refuse_inputs(SimpleNamespace(out=str(tmp_path / "run"), track=(), **named), True, 1)
+
+
 # ---- what leads out of the folder
 
 

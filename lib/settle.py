@@ -82,8 +82,8 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     if not resumes:
         check_batch(config, world_size)
     refuse_in_the_way(Path(config.out) / "hf", True)
-    named = {config.weights, config.lora_weights, config.model, config.tokenizer} - {"", "bytes", *MODELS}
-    for folder in {local_path(spec, "") for spec in named}:
+    flags = {getattr(config, name): f"--{name}" for name in ("tokenizer", "model", "lora_weights", "weights")}
+    for folder in {local_path(spec, flags[spec]) for spec in flags.keys() - {"", "bytes", *MODELS}}:
         _say(describe_unverified(folder))
 
 
