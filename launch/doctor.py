@@ -288,9 +288,11 @@ def run(host: Host, job: dict, patience: float, *command: str) -> tuple[str, str
 
 def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
     """(MB/s of an all-reduce over these hosts, the reason if it failed)"""
+    address = hosts[0].address
+    store = f"tcp://{f'[{address}]' if ':' in address else address}:{job['port']}"  # [] around one of IPv6
 
     def take_part(host: Host) -> tuple[float, str]:
-        group = f"tcp://{hosts[0].address}:{job['port']}", str(hosts.index(host)), str(len(hosts))
+        group = store, str(hosts.index(host)), str(len(hosts))
         command = [job["python"], f"{ROOT}/launch/node.py", "all_reduce", host.address, *group]
         output, error = run(host, job, LIMIT, *command)
         return (0.0, error) if error else (float(last_line(output)), "")

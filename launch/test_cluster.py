@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from filelock import SoftFileLease
@@ -349,6 +350,15 @@ def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
     with pytest.raises(OSError, match="No space left"):
         node.write_json(disk / "new.json", {})
     assert {path.name for path in disk.iterdir()} == {"status.json", "data"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "2001:db8::1"])
+def test_hosts_meet_at_an_address_of_ipv4_or_ipv6(monkeypatch, address):
+    commands = []
+    monkeypatch.setattr(doctor, "run", lambda host, job, limit, *command: commands.append(command) or ("5", ""))
+    assert doctor.measure([Host("a", address=address)], {"python": "", "port": 20000}) == (5, "")
+    store = urlsplit(commands[0][4])
+    assert (store.hostname, store.port) == (address, 20000)
 
 
 @pytest.mark.parametrize("slow", [{3}, {0}, {2, 3}, {0, 7}, set()])
