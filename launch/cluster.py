@@ -213,8 +213,9 @@ class Supervisor:
     def judge(self, cause: dict) -> tuple[str, str]:
         """How an attempt ended: its state and message; log.txt gets details."""
         status, stopped = read_status(self.out), self.stop_requested()
-        ours = status.get("attempt") == self.job["id"]  # otherwise another job has taken the folder
-        state, message = (status["state"], status["message"]) if ours else ("starting", "")
+        if status.get("attempt") != self.job["id"]:  # another job has taken the folder
+            status = {"state": "starting"}
+        state, message = status.get("state"), status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] >= SILENT)):
             return state, message
         output = cause.get("tail", "").rstrip()
