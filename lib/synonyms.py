@@ -122,7 +122,7 @@ INSTEAD = {
     "device": _DEVICE, "use_cpu": _DEVICE, "no_cuda": _DEVICE, "device_map": _DEVICE, "accelerator": _DEVICE,
     "num_gpus": _PROCESSES, "n_gpus": _PROCESSES, "gpus": _PROCESSES, "num_processes": _PROCESSES,
     "nproc_per_node": _PROCESSES, "devices": _PROCESSES, "ngpu": _PROCESSES, "num_machines":
-    "the machines are those in the file hosts, or of bash launch.sh --hosts A,B",
+    "the file hosts lists the machines; or bash launch.sh --hosts A,B",
     "gradient_accumulation_steps": _ACCUMULATION, "grad_accum_steps": _ACCUMULATION, "grad_accum": _ACCUMULATION,
     "accumulate_grad_batches": _ACCUMULATION,
     "global_batch_size": "--batch_tokens is it in tokens: rows x --seq_len",
