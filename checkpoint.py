@@ -39,15 +39,20 @@ from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, wit
 # ---- the command line, parsed before torch is imported, which takes seconds
 
 
+FLAGS = {
+    "verb": dict(
+        choices=("list", "verify", "export"),
+        help="list: compare sizes; verify: also checksums; export: write the newest as a Hugging Face folder",
+    ),
+    "run": dict(type=Path, help="run folder"),
+    "out": dict(type=Path, nargs="?", help="folder of the export"),
+    "--dtype": dict(choices=("fp32", "bf16", "fp16"), default="fp32", help="of the export; fp32 is exact"),
+    "--tokenizer": dict(default="", help="of the export, if it is not the run's"),
+}
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description="Lists, verifies or exports a run's checkpoints.")
-    add = parser.add_argument
-    verbs = "list: compare sizes; verify: also checksums; export: write the newest as a Hugging Face folder"
-    add("verb", choices=("list", "verify", "export"), help=verbs)
-    add("run", type=Path, help="run folder")
-    add("out", type=Path, nargs="?", help="folder of the export")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the export; fp32 is exact")
-    add("--tokenizer", default="", help="of the export, if it is not the run's")
+    parser = Parser(FLAGS, description="Lists, verifies or exports a run's checkpoints.")
     args = parser.parse_args(argv)
     if (args.verb == "export") != bool(args.out):
         parser.error("expected list RUN, verify RUN or export RUN OUT")

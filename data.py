@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 
 from config import Config, check_together, choose_lanes, parse_args, row_groups, split_batch
-from lib.errors import Parser, UserError, prepare_python, run_script
+from lib.errors import Parser, UserError, prepare_python, run_script, within
 from lib.files import read_ahead, sample_digest
 from lib.text import main as run_prepare
 
@@ -426,11 +426,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
 def main(argv: list[str]) -> None:
     if argv[:1] != ["show"]:
         return run_prepare(argv, parse_args)
-    parser = Parser(prog="data.py show", add_help=False, allow_abbrev=False)
-    parser.add_argument("--n", type=int, default=3)
+    parser = Parser({"--n": {"type": within(int, 1), "default": 3}}, prog="data.py show", add_help=False)
     args, flags = parser.parse_known_args(argv[1:])
-    if args.n < 1:
-        raise UserError(f"--n {args.n}: it must be at least 1")
     for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
         print(text, flush=True)
 

@@ -118,27 +118,30 @@ def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> di
     return {"allow_patterns": allow, "ignore_patterns": ignore}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python download.py",
-        description="Downloads weights, tokenizers and data from the Hugging Face hub and verifies them.",
-        epilog="After an interruption the same command continues. Gated repositories need a token: hf auth login, or"
-        " HF_TOKEN. HF_HOME sets the place of the cache, HF_ENDPOINT the hub.",
-    )
-    flag = parser.add_argument
-    flag("repo", nargs="?", default=DEFAULT, metavar="REPO", help="ORG/NAME or datasets/ORG/NAME (%(default)s)")
-    flag("--revision", default="main", metavar="R", help="branch, tag or commit (%(default)s)")
-    flag("--skip_model", "--skip-model", action="store_true", help="configuration and tokenizer only")
-    patterns = {"action": "append", "default": [], "metavar": "PATTERN"}
-    flag("--include", **patterns, help="only files whose path matches (* is anything); may be repeated")
-    flag("--exclude", **patterns, help="leave these files out; may be repeated")
-    flag("--verify", action="store_true", help="download nothing: hash the files that exist")
-    flag("--out", default="", metavar="DIR", help="a folder for plain files (default: the cache)")
-    return parser
+FLAGS = {
+    "repo": dict(nargs="?", default=DEFAULT, metavar="REPO", help="ORG/NAME or datasets/ORG/NAME (%(default)s)"),
+    "--revision": dict(default="main", metavar="R", help="branch, tag or commit (%(default)s)"),
+    "--skip_model --skip-model": dict(action="store_true", help="configuration and tokenizer only"),
+    "--include": dict(
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only files whose path matches (* is anything); may be repeated",
+    ),
+    "--exclude": dict(action="append", default=[], metavar="PATTERN", help="leave these files out; may be repeated"),
+    "--verify": dict(action="store_true", help="download nothing: hash the files that exist"),
+    "--out": dict(default="", metavar="DIR", help="a folder for plain files (default: the cache)"),
+}
+ABOUT = {
+    "prog": "python download.py",
+    "description": "Downloads weights, tokenizers and data from the Hugging Face hub and verifies them.",
+    "epilog": "After an interruption the same command continues. Gated repositories need a token: hf auth login, or"
+    " HF_TOKEN. HF_HOME sets the place of the cache, HF_ENDPOINT the hub.",
+}
 
 
 def main(argv: list[str]) -> None:
-    args = make_parser().parse_args(argv)
+    args = Parser(FLAGS, **ABOUT).parse_args(argv)
     from huggingface_hub.utils import disable_progress_bars
 
     if args.verify and (args.include or args.exclude or args.skip_model):

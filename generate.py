@@ -18,40 +18,34 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, check_words, prepare_python, run_script
+from lib.errors import Parser, UserError, check_words, prepare_python, run_script, within
 from lib.files import read_file, read_json
 from lib.hub import local_path
 
-RANGES = (
-    ("temperature", 0, 2**53),
-    ("top_k", 0, 2**53),
-    ("top_p", 1e-9, 1),
-    ("tokens", 1, 2**53),
-)
-
-
 # ---- the command line, understood before torch is imported, which takes seconds
+
+FLAGS = {
+    "--run": dict(required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id"),
+    "--prompt": dict(nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation"),
+    "--chat": dict(action="store_true", help="a conversation; without --prompt, each line of the input is a message"),
+    "--system": dict(metavar="TEXT", help="with --chat: the system message"),
+    "--tools": dict(metavar="FILE", help="with --chat: a JSON list of tools; none is run"),
+    "--tokens": dict(default=300, type=within(int, 1), help="new tokens at most (%(default)s)"),
+    "--temperature": dict(
+        default=0.8, type=within(float, 0, 2**53), help="0 = always the most probable token (%(default)s)"
+    ),
+    "--top_k": dict(default=0, type=within(int, 0), help="choose among the k most probable tokens (0 = all)"),
+    "--top_p": dict(
+        default=0.95, type=within(float, 1e-9, 1), help="or among as many as together are this probable (%(default)s)"
+    ),
+    "--seed": dict(default=0, type=int, help="of the choices (%(default)s)"),
+    "--tokenizer": dict(metavar="NAME", help="as for train.py, instead of the model's own"),
+    "--dtype": dict(default="auto", choices=("auto", "bf16", "fp32"), help="auto = as trained or stored"),
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="generate.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id")
-    add("--prompt", nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation")
-    add("--chat", action="store_true", help="a conversation; without --prompt, each line of the input is a message")
-    add("--system", metavar="TEXT", help="with --chat: the system message")
-    add("--tools", metavar="FILE", help="with --chat: a JSON list of tools; none is run")
-    add("--tokens", default=300, type=int, help="new tokens at most (%(default)s)")
-    add("--temperature", default=0.8, type=float, help="0 = always the most probable token (%(default)s)")
-    add("--top_k", default=0, type=int, help="choose among the k most probable tokens (0 = all)")
-    add("--top_p", default=0.95, type=float, help="or among as many as together are this probable (%(default)s)")
-    add("--seed", default=0, type=int, help="of the choices (%(default)s)")
-    add("--tokenizer", metavar="NAME", help="as for train.py, instead of the model's own")
-    add("--dtype", default="auto", choices=("auto", "bf16", "fp32"), help="auto = as trained or stored")
-    args = parser.parse_args(argv)
-    for name, least, most in RANGES:
-        if not least <= getattr(args, name) <= most:
-            raise UserError(f"--{name} {getattr(args, name)}: it must be from {least:g} to {most:g}")
+    args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
     if (args.system is not None or args.tools) and not args.chat:
         raise UserError("--system and --tools are parts of a conversation: give --chat too")
     return args

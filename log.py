@@ -428,13 +428,16 @@ def _start_wandb(folder: Path, fresh: bool):
     return run
 
 
+FLAGS = {
+    "command": dict(choices=["plot", "track"]),
+    "runs": dict(nargs="+", type=Path, metavar="RUN", help="run folders"),
+    "-o": dict(dest="out", type=Path, default="curves.png", help="plot: a .png, .pdf or .svg file"),
+    "--to": dict(default="tensorboard", help="track: tensorboard,wandb"),
+}
+
+
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="log.py", allow_abbrev=False)
-    parser.add_argument("command", choices=["plot", "track"])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("-o", dest="out", type=Path, default="curves.png", help="plot: a .png, .pdf or .svg file")
-    parser.add_argument("--to", default="tensorboard", help="track: tensorboard,wandb")
-    args = parser.parse_args(argv)
+    args = Parser(FLAGS, prog="log.py").parse_args(argv)
     for folder in args.runs:
         if not read_records(folder):
             raise UserError(f"{folder}: its metrics.jsonl has no step; give the folder of a run")

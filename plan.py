@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from config import DEFAULT, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
 from lib import errors
-from lib.errors import Parser, UserError
+from lib.errors import Parser, UserError, within
 from lib.files import amount, free_space
 
 if __name__ == "__main__":
@@ -191,7 +191,7 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
     for place, room in plan.lacking().items():
         raise UserError(
             f"This run needs more than {gib(plan.bytes[place])} on {names[place]}, which has {room:.1f} GiB."
-            f" {machine.lower_memory(config, plan.cluster.cuda)}"
+            f" {machine.LOWER_MEMORY}"
         )
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:
@@ -277,16 +277,32 @@ def advice(argv: list[str], plan: Plan) -> str:
 # ---- the command
 
 HOST_GIB = 2048
-PLAN_FLAGS = {  # the fields of Cluster: default, least value, meaning
-    "nodes": (1, 1, "machines"),
-    "gpus": (1, 1, "GPUs in each"),
-    "gpu": ("h100-80", "", "their kind"),
-    "network": (50.0, 0.001, "GB/s from each GPU to other machines"),
-    "price": (0.0, 0.0, "dollars for an hour of a GPU"),
-    "host_gib": (0.0, 0.0, "memory of each machine; 0 = this machine's, if it has these GPUs, else 2,048"),
+FLAGS = {  # the fields of Cluster
+    "--nodes": dict(type=within(int, 1), default=1, help="machines (%(default)s)"),
+    "--gpus": dict(type=within(int, 1), default=1, help="GPUs in each (%(default)s)"),
+    "--gpu": dict(choices=GPUS, default="h100-80", help="their kind (%(default)s)"),
+    "--network": dict(
+        type=within(float, 0.001), default=50.0, help="GB/s from each GPU to other machines (%(default)s)"
+    ),
+    "--price": dict(type=within(float, 0), default=0.0, help="dollars for an hour of a GPU"),
+    "--host_gib": dict(
+        type=within(float, 0),
+        default=0.0,
+        help="memory of each machine; 0 = this machine's, if it has these GPUs, else 2,048",
+    ),
 }
-LOWER_MEMORY = {
-    **machine.LOWER_MEMORY,
+ABOUT = {
+    "prog": "plan.py",
+    "usage": "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]",
+    "description": "Estimates the memory, the speed and the cost of a run.",
+}
+LOWER_MEMORY = {  # flags that lower the memory of a run
+    "micro_batch": 1,
+    "state_dtype": "bf16",
+    "checkpointing": "block",
+    "offload_activations": True,
+    "param_dtype": "bf16",
+    "offload": "cpu",
     "lora": 16,
     "quantize": "nf4",
     "save_async": False,
@@ -295,16 +311,9 @@ LOWER_MEMORY = {
 
 def parse(argv: list[str]) -> tuple[Config, Cluster]:
     """-> (the Config of train.py's flags without `auto`, the cluster). With --model, no weights are looked for."""
-    usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
-    parser = Parser("plan.py", usage, "Estimates the memory, the speed and the cost of a run.", allow_abbrev=False)
-    for name, (default, _, meaning) in PLAN_FLAGS.items():
-        choices = GPUS if name == "gpu" else None
-        parser.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=meaning)
+    parser = Parser(FLAGS, **ABOUT)
     flags, words = parser.parse_known_args(argv)
     parser.refuse_typos(words)
-    for name, (_, least, _) in PLAN_FLAGS.items():
-        if not getattr(flags, name) >= least:
-            raise UserError(f"--{name} {getattr(flags, name)}: it must be at least {least}")
     cluster = Cluster(*vars(flags).values())._replace(gpu=GPUS[flags.gpu])
     if not cluster.host_gib:
         exist = cluster.nodes == 1 and cluster.gpus <= torch.cuda.device_count()

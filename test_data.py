@@ -208,7 +208,7 @@ def test_ids_beyond_the_vocabulary(tmp_path, at, split):
 def test_wrong_flags(tmp_path):
     with_header, without = shard(tmp_path / "a.bin", range(400)), headerless(tmp_path / "b.bin", range(400))
     open_checked(config(with_header, val_data=without, data_dtype="uint16"))
-    assert "--n 0" in refused(main, ["show", "--n", "0"])
+    assert "--n: 0 must" in refused(main, ["show", "--n", "0"])
     unknown = config(without, documents="separate", data_dtype="uint16")
     assert "give --delimiter ID" in refused(open_checked, unknown)
     for flags in ({"long_chats": "drop"}, {"chat_fields": "a,b"}):

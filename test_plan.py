@@ -182,7 +182,7 @@ def test_newton_schulz_is_counted_as_torch_counts_it():
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--network 0", "--network 0.0: it must be at least"), ("--gpus 0", "--gpus 0: it must be at least 1"),
+    ("--network 0", "--network: 0 must be at least 0.001"), ("--gpus 0", "--gpus: 0 must be at least 1"),
     ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
     ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "unknown flag --layers"),
     ("--gpuss 8", "unrecognized arguments: --gpuss; did you mean --gpus?"),

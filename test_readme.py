@@ -29,6 +29,7 @@ import plan
 import run as bench
 import test_parity
 from config import parse_args, with_recipes
+from lib.errors import Parser
 from lib.families import config_json
 from lib.files import ROOT
 from lib.test_tokenizer import _json, _write
@@ -65,9 +66,16 @@ class ParsedError(Exception):
     pass
 
 
-PARSERS = {"plan.py": plan.parse, "generate.py": generate.parse, "checkpoint.py": checkpoint.parse}
-PARSERS |= {"download.py": download.make_parser().parse_args, "data.py": data.main, "bench/golden.py": golden.main}
-PARSERS |= {"bench/run.py": bench.parse, "test_parity.py": test_parity.main}
+PARSERS = {
+    "plan.py": plan.parse,
+    "generate.py": generate.parse,
+    "checkpoint.py": checkpoint.parse,
+    "download.py": Parser(download.FLAGS).parse_args,
+    "data.py": data.main,
+    "bench/golden.py": golden.main,
+    "bench/run.py": bench.parse,
+    "test_parity.py": test_parity.main,
+}
 
 
 def trainer_words(words: list[str]) -> list[str] | None:

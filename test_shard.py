@@ -291,21 +291,14 @@ def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name,
 
 
 def test_out_of_memory_tells_what_the_memory_went_to():
-    """What is kept on the host counts for nothing. Flags that the run has are not offered."""
+    """What is kept on the host counts for nothing."""
     model = torch.nn.Linear(2**14, 2**14, bias=False, device="meta")  # 1 GiB
     model.weight.grad = torch.empty_like(model.weight)
     state = {"exp_avg": model.weight, "exp_avg_sq": model.weight, "step": torch.empty(2**24)}
-
-    def describe(*words: str) -> str:
-        optimizer, device = SimpleNamespace(state={model.weight: state}), torch.device("meta")
-        return machine.describe_out_of_memory(model, optimizer, parse_args([*words]), 16 * 2**30, device)
-
+    optimizer, device = SimpleNamespace(state={model.weight: state}), torch.device("meta")
+    message = machine.describe_out_of_memory(model, optimizer, 16 * 2**30, device)
     sizes = "parameters 1.00, gradients 1.00, optimizer state 2.00, activations, logits and gathered layers 12.00"
-    assert f"out of memory on meta: 16.00 GiB were allocated at the peak ({sizes})." in describe()
-    flags = ["--micro_batch 1", "--state_dtype bf16", "--checkpointing block", "--offload_activations True"]
-    flags += ["--param_dtype bf16", "--offload cpu", "more GPUs or machines"]
-    assert f"cheapest first: {'; '.join(flags)}; " in describe()
-    assert f"cheapest first: {'; '.join(flags[4:])}; " in describe(*(flag.replace(" ", "=") for flag in flags[:4]))
+    assert f"out of memory on meta: 16.00 GiB were allocated at the peak ({sizes})." in message
 
 
 def test_prefetch_gathers_units_before_their_turn():

@@ -241,8 +241,8 @@ def write_record(sets: dict[str, dict[str, Figures]], changed: bool) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser("bench/golden.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help="replace this CPU maker's record in golden.json")
+    flags = {"--record": {"action": "store_true", "help": "replace this CPU maker's record in golden.json"}}
+    parser = Parser(flags, prog="bench/golden.py", description=__doc__.partition("\n")[0])
     record, lines = parser.parse_args(argv).record, []
     sets = {name: measure(name) for name in (sets_here() if record else sets_here()[:1])}
     for name, runs in sets.items():

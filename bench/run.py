@@ -24,7 +24,7 @@ from pathlib import Path
 from timeit import timeit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import Failure, Parser, UserError, prepare_python, run_script
+from lib.errors import Failure, Parser, UserError, prepare_python, run_script, within
 
 if __name__ == "__main__":
     prepare_python()
@@ -143,17 +143,18 @@ SUITES = {
     "loss": bench_loss,
     "scale": bench_scale,
 }
+PARTS = [*(CPU | GPU)]
+FLAGS = {
+    "suite": dict(choices=SUITES, help="what to measure"),
+    "--parts": dict(nargs="+", choices=PARTS, default=PARTS, help="of cpu and gpu (default: all)"),
+    "--repeats": dict(type=within(int, 1), default=5, help="cpu, generate: turns of each (%(default)s)"),
+    "--nanogpt": dict(type=Path, help="loss: folder of a checkout"),
+    "--nanochat": dict(type=Path, help="loss: folder of a checkout"),
+}
 
 
 def parse(argv: list[str]) -> Namespace:
-    parser = Parser(prog="bench/run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parts = [*(CPU | GPU)]
-    parser.add_argument("suite", choices=SUITES, help="what to measure")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of cpu and gpu (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="cpu, generate: turns of each (default 5)")
-    for peer in ("nanogpt", "nanochat"):
-        parser.add_argument(f"--{peer}", type=Path, help="loss: folder of a checkout")
-    args = parser.parse_args(argv)
+    args = Parser(FLAGS, prog="bench/run.py", description=__doc__.splitlines()[0]).parse_args(argv)
     if args.suite == "gpu" and not torch.cuda.is_available():
         raise UserError("gpu: torch finds no GPU on this machine")
     return args

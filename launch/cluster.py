@@ -307,15 +307,18 @@ class Follower:
 # ---- the verbs
 
 
+OUT = {"metavar": "DIR", "type": Path}
+FLAGS = {  # of the verbs that apply to a run
+    "status": {"--out": OUT},
+    "stop": {"--out": OUT, "--now": {"action": "store_true"}},
+    "logs": {"--out": OUT, "which": {"nargs": "?", "default": ""}},
+    "attach": {"--out": OUT, "which": {"nargs": "?", "default": ""}},
+}
+
+
 def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, flags)"""
-    parser = Parser(prog=f"launch.sh {verb}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", metavar="DIR", type=Path)
-    if verb == "stop":
-        parser.add_argument("--now", action="store_true")
-    if verb in ("logs", "attach"):
-        parser.add_argument("which", nargs="?", default="")
-    flags = parser.parse_args(words)
+    flags = Parser(FLAGS[verb], prog=f"launch.sh {verb}", add_help=False).parse_args(words)
     out = flags.out or max(Path("runs").glob("*/"), key=lambda run: read_status(run).get("time", 0), default=None)
     if not out or not out.is_dir():
         raise UserError(f"{Path.cwd()} has no run {out or 'runs/*'}. Give --out DIR, or start one: bash launch.sh")

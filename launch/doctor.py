@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import node
 from config import DEFAULT
-from lib.errors import Parser, UserError, printable
+from lib.errors import Parser, UserError, printable, within
 from lib.files import ROOT
 from node import hash_of, last_line, own_files
 from settings import SETTINGS
@@ -121,20 +121,17 @@ def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **re
 # ---- arguments
 
 
-def natural(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError  # argparse reports it with the flag's name
-    return int(text)
+FLAGS = {
+    "--hosts": dict(default=""),
+    "--nproc": dict(type=within(int, 0), default=0),
+    "--retries": dict(type=within(int, 0)),
+    "--detach": dict(action="store_true"),
+}
 
 
 def read_job(words: list[str]) -> tuple[list[Host], dict]:
     """The arguments of `train` and `doctor` -> (the hosts, the job)"""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--hosts", default="")
-    parser.add_argument("--nproc", type=natural, default=0)
-    parser.add_argument("--retries", type=natural)
-    parser.add_argument("--detach", action="store_true")
-    flags, words = parser.parse_known_args(words)
+    flags, words = Parser(FLAGS, add_help=False).parse_known_args(words)
     hosts = read_hosts(flags.hosts)
     job = SETTINGS | {"nproc": flags.nproc, "detach": flags.detach, "words": words or DEFAULT, "python": sys.executable}
     if flags.retries is not None or len(hosts) == 1:

@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import errno
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -49,7 +50,12 @@ class RankFailure(Failure):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError instead of printing the usage."""
+    """Raises UserError instead of printing the usage. flags: {names of a flag: its options for add_argument}."""
+
+    def __init__(self, flags: dict[str, dict] | None = None, **options):
+        super().__init__(allow_abbrev=False, **options)
+        for names, how in (flags or {}).items():
+            self.add_argument(*names.split(), **how)
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
@@ -62,6 +68,20 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in words if word[:2] == "--"]
         if typos := [flag for flag in flags if nearest(flag, self._option_string_actions)]:
             self.error(f"unrecognized arguments: {' '.join(typos)}")
+
+
+def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
+    """A type of flags: an int or a float from `least` to `most`."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            up_to = f", and at most {most}" * (most < math.inf)
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{up_to}")
+        return value
+
+    read.__name__ = kind.__name__  # for argparse's message about other words
+    return read
 
 
 REQUIRED = (

@@ -142,6 +142,19 @@ def _find_missing(snapshot: Path) -> list[str]:
 
 # ---- the hub
 
+LOG_IN = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
+# What a user can do about an error: by its class in huggingface_hub.errors, or by the status of the hub's answer.
+REFUSALS = {
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE forbids downloads: unset it",
+    "HFValidationError": "{repo}: not the name of a repository, as ORG/NAME or datasets/ORG/NAME",
+    "GatedRepoError": "{repo} is gated: accept its licence at {page}, then {log_in}",
+    "RevisionNotFoundError": "the revision does not exist: {page}/tree/main lists the branches and tags",
+    "RepositoryNotFoundError": "there is no {page}, or it is private: check the spelling, or {log_in}",
+    401: "the hub answers {status} for {repo}: {log_in}",
+    403: "the hub answers {status} for {repo}: {log_in}",
+    404: "the hub answers 404 for {file}, which {page} lists: leave it out, or name another revision",
+}
+
 
 def ask_hub(ask: Callable):
     """What ask() returns. If the hub is busy or the network fails, huggingface_hub repeats the request as it does for
@@ -180,28 +193,17 @@ def hub_errors(repo: str) -> Iterator[None]:
 
 def _describe_hub_error(error: Exception, repo: str) -> Message:
     """The message for an error of huggingface_hub, without the server's text, which could repeat the token."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
     if isinstance(error, FileNotFoundError):
         error = error.__cause__ or error
-    log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
     page, response = f"{constants.ENDPOINT}/{repo}", getattr(error, "response", None)
     status = getattr(response, "status_code", 0)
-    messages = {
-        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids downloads: unset it",
-        errors.HFValidationError: f"{repo}: not the name of a repository, as ORG/NAME or datasets/ORG/NAME",
-        errors.GatedRepoError: f"{repo} is gated: accept its licence at {page}, then {log_in}",
-        errors.RevisionNotFoundError: f"the revision does not exist: {page}/tree/main lists the branches and tags",
-        errors.RepositoryNotFoundError: f"there is no {page}, or it is private: check the spelling, or {log_in}",
-    }
-    for kind, message in messages.items():
-        if isinstance(error, kind):
-            return UserError(message)
-    if status in (401, 403):
-        return UserError(f"the hub answers {status} for {repo}: {log_in}")
-    if status == 404:
-        file = unquote(response.url.path.partition("/resolve/")[2].partition("/")[2]) or "a file"
-        return UserError(f"the hub answers 404 for {file}, which {page} lists: leave it out, or name another revision")
+    for kind in (*(cls.__name__ for cls in type(error).__mro__), status):
+        if kind in REFUSALS:
+            path = unquote(response.url.path) if response else ""
+            file = path.partition("/resolve/")[2].partition("/")[2] or "a file"
+            return UserError(REFUSALS[kind].format(repo=repo, page=page, status=status, file=file, log_in=LOG_IN))
     reason = f"the hub answers {status} {response.reason_phrase}" if status else f"no answer of a hub: {error}"
     return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or repeat the command later")
 

@@ -249,37 +249,22 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-# Flags that lower the memory of a run, the cheapest first.
-LOWER_MEMORY = {
-    "micro_batch": 1,
-    "state_dtype": "bf16",
-    "checkpointing": "block",
-    "offload_activations": True,
-    "param_dtype": "bf16",
-    "offload": "cpu",
-}
-
-
-def lower_memory(config, on_gpu: bool = True) -> str:
-    """A sentence with the flags of LOWER_MEMORY that a run does not have."""
-    missing = {name: value for name, value in LOWER_MEMORY.items() if getattr(config, name) != value}
-    flags = [f"--{name} {value}" for name, value in missing.items() if on_gpu or "offload" not in name]
-    return f"These flags lower it, cheapest first: {'; '.join([*flags, 'more GPUs or machines; a smaller model'])}"
+LOWER_MEMORY = "What lowers it: guide/memory.md; by how much on a GPU: `python plan.py` with the same flags"
 
 
 @contextlib.contextmanager
-def reported_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
+def reported_memory(model: nn.Module, optimizer=None) -> Iterator[None]:
     """Raises an out-of-memory error of the GPU again as one message that lists the uses of the memory."""
     try:
         yield
     except torch.OutOfMemoryError:
         device = torch.device("cuda", torch.cuda.current_device())
-        message = describe_out_of_memory(model, optimizer, config, torch.cuda.max_memory_allocated(), device)
+        message = describe_out_of_memory(model, optimizer, torch.cuda.max_memory_allocated(), device)
         raise RankFailure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None
 
 
-def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, device: torch.device) -> str:
-    """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak."""
+def describe_out_of_memory(model: nn.Module, optimizer, allocated: int, device: torch.device) -> str:
+    """A message with the uses of a GPU's memory. allocated: bytes at the peak."""
     parameters, states = [*model.parameters()], optimizer.state.values() if optimizer else ()
     tensors = {
         "parameters": [*parameters, *model.buffers()],
@@ -290,4 +275,4 @@ def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, 
     sizes["activations, logits and gathered layers"] = max(allocated - sum(sizes.values()), 0)
     shown = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in sizes.items())
     peak = f"{allocated / 2**30:.2f} GiB were allocated at the peak ({shown})"
-    return f"out of memory on {device}: {peak}. {lower_memory(config)}"
+    return f"out of memory on {device}: {peak}. {LOWER_MEMORY}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import shard
-from config import DEFAULT, Config, check_batch, choose_lanes, refuse_unsupported, split_batch
+from config import Config, check_batch, choose_lanes, refuse_unsupported, split_batch
 from lib import lora, machine
 from lib.errors import Failure, UserError
 from lib.families import dropout_note
@@ -123,19 +123,14 @@ def imagine_ranks(config: Config) -> Ranks:
 
 
 def say_finished(config: Config, step: int) -> None:
-    kept, keeps = [], True
-    for word in sys.argv[1:]:
-        if word.startswith(("--", "@")):
-            keeps = word.partition("=")[0] not in ("--steps", "--epochs", "--check")
-        kept += [word] * keeps
-    again, folder = f"bash launch.sh {shlex.join(kept or DEFAULT)}", Path(config.out) / "hf"
-    weights = f"  its weights:   {folder}, a Hugging Face folder, for transformers and others\n"
+    hf = Path(config.out) / "hf"
+    weights = f"  its weights:   {hf}, a Hugging Face folder, for transformers and others\n" * hf.exists()
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
-        f"{weights * folder.exists()}"
+        f"{weights}"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
-        f"  continue:      {again} --steps {2 * step}\n"
-        f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
+        f"  continue:      the same command with --steps {2 * step}\n"
+        f"  start afresh:  the same command with --out {shlex.quote(config.out + '-2')}"
     )
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
-from lib.errors import Parser, UserError, nearest, printable
+from lib.errors import Parser, UserError, nearest, printable, within
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
@@ -72,11 +72,6 @@ MAGICS = {  # of llm.c's headers -> version, bytes per token, token before a doc
 INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
 CHANGING = "key", "kind", "skipped", "position"  # the fields of the index that a line of progress repeats
 SHARD_TOKENS = 100_000_000
-VERBS = {
-    "prepare": "tokenizes text into a folder of shards, once and on all cores: prepare --help",
-    "verify": "compares shards with their headers and checksums: verify DIR|FILE ...",
-    "show": "prints --n rows (3) as the model sees them: show --data FILES [any flag of train.py]",
-}
 NEEDED = "--data", "--tokenizer", "--out"  # flags of `prepare` that have no default
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
@@ -562,19 +557,33 @@ def verify(path: Path) -> Iterator[str]:
 # ---- the command line
 
 
+VERBS = {
+    "prepare": {
+        "help": "tokenizes text into a folder of shards, once and on all cores: prepare --help",
+        "epilog": "It needs --data, --tokenizer and --out (the folder for the shards); --text_field, --chat_fields,"
+        " --skip_bad and --model say how text is read. --data - is standard input.",
+        "flags": {
+            "--shard_tokens": dict(
+                type=within(int, 1), default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)"
+            ),
+            "--val_every": dict(
+                type=within(int, 0), default=100, help="one document in N is held out; 0 = none (%(default)s)"
+            ),
+        },
+    },
+    "verify": {
+        "help": "compares shards with their headers and checksums: verify DIR|FILE ...",
+        "flags": {"path": dict(nargs="+", type=Path, help="folders or .bin files")},
+    },
+    "show": {"help": "prints --n rows (3) as the model sees them: show --data FILES [any flag of train.py]"},
+}
+
+
 def main(argv: list[str], parse_args: Callable) -> None:
     """argv: prepare or verify, and its flags. parse_args: config.parse_args, for the flags that describe the text."""
-    parser = Parser(prog="data.py", allow_abbrev=False)
+    parser = Parser(prog="data.py")
     commands = parser.add_subparsers(required=True, metavar="VERB")
-    prepares, verifies, _ = (commands.add_parser(verb, help=VERBS[verb], allow_abbrev=False) for verb in VERBS)
-    verifies.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
-    prepares.epilog = (
-        f"It needs {', '.join(NEEDED)} (the folder for the shards); --text_field, --chat_fields, --skip_bad and --model"
-        " say how text is read. --data - is standard input."
-    )
-    add = prepares.add_argument
-    add("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")
-    add("--val_every", type=int, default=100, help="one document in N is held out; 0 = none (%(default)s)")
+    prepares, *_ = (commands.add_parser(verb, **about) for verb, about in VERBS.items())
     args, flags = parser.parse_known_args(["--data" if word == "--input" else word for word in argv])
     if "path" in args:
         parser.parse_args(argv)  # refuses other flags
@@ -585,8 +594,6 @@ def main(argv: list[str], parse_args: Callable) -> None:
     config = parse_args(flags)
     if missing := [flag for flag in NEEDED if flag not in {word.partition("=")[0] for word in flags}]:
         raise UserError(f"prepare needs {', '.join(missing)}")
-    if args.shard_tokens < 1 or args.val_every < 0:
-        raise UserError("--shard_tokens must be at least 1, and --val_every at least 0")
     sources, out = [file for spec in config.data for file in find_files(spec, "--data")], Path(config.out)
     files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
     print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
