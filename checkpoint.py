@@ -91,7 +91,8 @@ TOLERANCE = {
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 # Folders that a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
 MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")
-WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")  # the files in them
+# The files in them; format 3 has names like rank-00000-of-00008.
+WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")
 logger = logging.getLogger("flatland")
 
 
@@ -146,6 +147,7 @@ class Saver:
         self.config, self.ranks = run.config, run.ranks
         self.ranks_of_thread = replace(self.ranks, control=self.ranks.saving)
         self.base = base_fingerprint(self.config, self.ranks)
+        # After a fresh start (0) old checkpoints stay as they are.
         on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
         self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
 
@@ -155,7 +157,7 @@ class Saver:
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if error is not None and self.writing:
             with self.run.phase("saves"):
-                futures.wait([self.writing], ANSWER)
+                futures.wait([self.writing], ANSWER)  # seconds
 
     @property
     def failed(self) -> bool:
@@ -246,7 +248,7 @@ def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[di
     for key, tensor in name_tensors(model, optimizer).items():
         dim, count, index = sharding(tensor)
         layouts[key] = Layout(list(tensor.shape), str(tensor.dtype)[6:], dim, count)
-        if index == ranks.rank and local(tensor).numel():  # not another replica's rank
+        if index == ranks.rank and local(tensor).numel():  # the first replica's ranks have the numbers of the shards
             shards[key] = local(tensor)
     assign_files(layouts)
     return shards, layouts
@@ -278,8 +280,8 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, L
 
 
 def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> None:
-    """Writes the manifest and renames the folder, which completes the checkpoint. Then removes all checkpoints except
-    the newest --keep, and the damaged ones with them. Rank 0 calls this last."""
+    """Writes the manifest and renames the folder, which completes the checkpoint. Then removes old ones. Rank 0 calls
+    this last."""
     path = temporary / "manifest.json"
     text = json.dumps(manifest | {"crc32": _crc_of(manifest)}, default=vars)
     with_retries(path, partial(write_whole, path, text, sync=True))
@@ -289,11 +291,16 @@ def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> No
     os.rename(temporary, folder)
     fsync_path(folder.parent)
     fsync_path(folder.parent.parent)  # the first save creates folder.parent
-    run = folder.parent.parent
-    kept = folders(run)[-config.keep :]
-    for old in folder.parent.iterdir() if len(kept) == config.keep else ():
-        if old not in kept and _may_remove(old):
-            os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # interrupted, it must not look like a checkpoint
+    remove_old(folder.parent.parent, config.keep)
+
+
+def remove_old(run: Path, keep: int) -> None:
+    """Removes the checkpoints before the newest `keep`, and the damaged ones with them; see _may_remove."""
+    newest = folders(run)[-keep:]
+    if len(newest) == keep:
+        for old in {*(run / "checkpoints").iterdir()} - {*newest}:
+            if _may_remove(old):
+                os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # interrupted, it must not look like a checkpoint
     clean(run)
 
 
@@ -324,10 +331,11 @@ def folders(run: Path) -> list[Path]:
 
 
 def clean(run: Path, last: float = math.inf) -> None:
-    """Removes the rest of interrupted saves, and renames checkpoints after step `last`, which are damaged."""
-    for torn in (run / "checkpoints").glob("*.tmp-*"):
-        if _may_remove(torn):
-            shutil.rmtree(torn, ignore_errors=True)
+    """Deletes what interrupted saves and removals have left, and renames checkpoints after step `last`, which are
+    damaged."""
+    for leftover in (run / "checkpoints").glob("*.tmp-*"):
+        if _may_remove(leftover):
+            shutil.rmtree(leftover, ignore_errors=True)
     for damaged in folders(run):
         if step_of(damaged) > last:
             asides = (damaged.with_name(f"{damaged.name}.damaged{n or ''}") for n in count())
@@ -379,9 +387,9 @@ def _check_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: 
     size = with_retries(path, path.stat).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
-    here = {k: layout for k, layout in layouts.items() if row["file"] in layout.file and rank < layout.parts}
-    entries = {key: layout.entry(rank) for key, layout in here.items()}
-    if TensorFile(path).entries != {key: entry for key, entry in entries.items() if math.prod(entry[1])}:
+    has = {key: layout for key, layout in layouts.items() if rank < layout.parts}
+    here = {key: layout.entry(rank) for key, layout in has.items() if file_name(layout.file, rank) == path.name}
+    if TensorFile(path).entries != {key: entry for key, entry in here.items() if math.prod(entry[1])}:
         raise ValueError(f"{path.name} does not hold the manifest's tensors")
     if checksums and checksum(path) != row["crc32"]:
         raise ValueError(f"the checksum of {path.name} is wrong")

@@ -94,7 +94,7 @@ class Config:
     cache: str = may_change_on_resume("", "folder of tokenized text and shards; empty = cache/ next to train.py")
     lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start")
     delimiter: int = _flag(-1, "token id that begins a document; -1 = the tokenizer's or the shards'", least=-1)
-    seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
+    seq_len: int = _flag(256, "tokens per row", least=2, group="batch and length")
     micro_batch: int = may_change_on_resume(8, "rows per rank per forward pass; 0 = its share of --batch_tokens")
     batch_tokens: int = _flag(0, "tokens per optimizer step, of all ranks; 0 = one micro-batch each")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
@@ -368,7 +368,7 @@ def _make_config(settings: dict[str, Setting], recipes: list[str], trains: bool)
         from lib.lora import sizes
 
         config = replace(config, lora_targets=tuple(sizes(config.model_config)))
-    check_together(config)
+    check_values(config)
     if trains and config.lora and not config.weights:
         raise UserError(f"--lora {config.lora} without --weights would freeze random weights: name --weights")
     if not chose_bytes:
@@ -479,7 +479,7 @@ def _check_data(c: Config, trains: bool) -> None:
         raise UserError("--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0")
 
 
-def check_together(c: Config) -> None:
+def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
     tunable, model = fields_that_resume("override"), c.model_config
     if wrong := {*c.resume_override} - {*tunable}:
@@ -502,10 +502,10 @@ def check_together(c: Config) -> None:
         from lib.lora import check_flags
 
         check_flags(c)
-    if model.n_heads % c.context_parallel or c.seq_len % c.context_parallel:
+    if model.n_heads % c.context_parallel or c.seq_len % c.context_parallel or c.seq_len == c.context_parallel:
         raise UserError(
-            f"--context_parallel {c.context_parallel} must divide the {model.n_heads} heads of {c.model} and --seq_len"
-            f" {c.seq_len}"
+            f"--context_parallel {c.context_parallel} must divide the {model.n_heads} heads of {c.model} and, with two"
+            f" tokens or more for each rank, --seq_len {c.seq_len}"
         )
     positions = "dynamic" if "dynamic" in str(model.rope_scaling) else model.positions
     if positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len:
@@ -587,7 +587,7 @@ CONFLICTS = (
 )  # fmt: skip
 
 
-def refuse_unsupported(c: Config, world_size: int) -> None:
+def refuse_conflicts(c: Config, world_size: int) -> None:
     """Raises UserError with the first conflict between flags."""
     given = {f"--{name} {value}" for name, value in vars(c).items()}
     given |= {f"--{name}" for name, value in vars(c).items() if value not in (0, "off")}

@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from config import Config, check_together, choose_lanes, parse_args, row_groups, split_batch
+from config import Config, check_values, choose_lanes, parse_args, row_groups, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script, within
 from lib.files import read_ahead, sample_digest
 from lib.text import main as run_prepare
@@ -43,7 +43,7 @@ from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, Stream, TooLittle, permute, turns
 from lib.settle import check_tokenizer
 from lib.text import builtin_file, knows_text, log, split_weight
-from lib.tokenizer import decode_marked, load_tokenizer
+from lib.tokenizer import decode_marked, load_tokenizer, token_sizes
 from model import IGNORE, document_begins
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
@@ -95,7 +95,7 @@ class Loader:
         # The ranks of a row group share their rows: each reads some columns of them.
         self.row_groups = row_groups(config, world_size)
         sharing = world_size // self.row_groups
-        self.row_group, index = divmod(rank, sharing)
+        self.my_group, index = divmod(rank, sharing)
         width = config.seq_len // sharing
         self.columns = slice(index * width, (index + 1) * width)
         self.micro_batch, batch_tokens = split_batch(config, world_size)
@@ -116,7 +116,7 @@ class Loader:
         self.rows = sum(s.count or 0 for s in self.sources)  # per epoch, of the sources that are not streamed
 
         # The position.
-        self.samples = 0  # handed out so far, over all ranks
+        self.samples = 0  # handed out so far, over all ranks, where each step counts as full
         self.end = math.ceil(config.epochs * self.rows)  # samples of all --epochs; 0: no end
         self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
@@ -135,12 +135,12 @@ class Loader:
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
         rows = self.micro_batch * self.row_groups
-        # A lane falls on rows / gcd(rows, lanes) different places among these rows.
+        # The rows of one lane fall on rows / gcd(rows, lanes) places of a micro-batch of all ranks.
         readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
         if readers > 1 and not val:
             log.warning(
-                f"{flag} {entries[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is"
-                f" not a multiple of micro_batch x ranks = {rows}; a new run chooses one that is"
+                f"{flag} {entries[0]}: every row is read and tokenized {readers} times, because --lanes {config.lanes}"
+                f" is not a multiple of the {rows} rows of a micro-batch of all ranks; a new run chooses one that is"
             )
         return Stream(files, config)
 
@@ -190,6 +190,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict) -> None:
+        """Goes on from a position of state_dict, of any rank or number of ranks. UserError if it is of other data."""
         if len(str(state.get("data"))) == 16:
             log.warning("The checkpoint is of version 0.2: whether its data are the same is not known")
             state = state | {"data": self.fingerprint}
@@ -207,7 +208,19 @@ class Loader:
         self.samples, self.lanes = state["samples"], state["lanes"]
         left_out = self.samples - (state.get("end") or self.samples)
         if left_out > 0 and self.end != state["end"]:
-            log.warning(f"{left_out} rows of the next epoch are never used: the last step of --epochs counted as full")
+            log.warning(f"The last step of --epochs was short: {left_out} rows of the next epoch are left out")
+
+    def text_bytes(self) -> tuple[int, int]:
+        """(bytes of text, tokens) of the trained tokens of a validation split on all ranks. (0, 0) if a source is a
+        stream, or the text of its tokens is not known."""
+        if self.streams or not knows_text(self.config):
+            return 0, 0
+        all_ranks, counts = copy.copy(self), np.zeros(self.config.model_config.vocab_size, np.int64)
+        all_ranks.my_group, all_ranks.row_groups, all_ranks.columns = 0, 1, slice(None)
+        for batch in itertools.chain.from_iterable(all_ranks):
+            counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
+        sizes = token_sizes(load_tokenizer(self.config.tokenizer))
+        return int(counts[: len(sizes)] @ sizes), int(counts.sum())
 
     def where(self, step: int) -> list[str]:
         """Where in the data this rank's rows of a step are. A stream gives its current place instead."""
@@ -282,9 +295,9 @@ class Loader:
         return source, row
 
     def _my_rows(self, count: int) -> np.ndarray:
-        """Which of a step's `count` rows are this rank's: row (m * row_groups + row_group) * micro_batch + i is row i
+        """Which of a step's `count` rows are this rank's: row (m * row_groups + my_group) * micro_batch + i is row i
         of micro-batch m. Where they do not divide, the last micro-batch reaches beyond `count`."""
-        starts = np.arange(0, count, self.micro_batch * self.row_groups) + self.row_group * self.micro_batch
+        starts = np.arange(0, count, self.micro_batch * self.row_groups) + self.my_group * self.micro_batch
         return (starts[:, None] + np.arange(self.micro_batch)).ravel()
 
     def _micro_batches(self, source: np.ndarray, row: np.ndarray) -> list[Batch]:
@@ -304,8 +317,8 @@ class Loader:
         for tokens, targets, begins, source in zip(
             *(torch.from_numpy(array).split(self.micro_batch) for array in arrays), strict=True
         ):
-            documents = _documents(begins) if self.separate else (None, None)
-            out.append(Batch(tokens, targets, *documents, source if len(self.sources) > 1 else None))
+            positions, documents = _positions(begins) if self.separate else (None, None)
+            out.append(Batch(tokens, targets, positions, documents, source if len(self.sources) > 1 else None))
         return out
 
 
@@ -314,8 +327,9 @@ def _name_source(entries: tuple[str, ...]) -> str:
     return re.sub(r"[^\w.*-]+", "-", Path(entries[0]).name) if entries else ""
 
 
-def _documents(begins: Tensor) -> tuple[Tensor, Tensor]:
-    """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows."""
+def _positions(begins: Tensor) -> tuple[Tensor, Tensor]:
+    """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows. A row begins one, too: that
+    changes `begins`."""
     begins[:, 0] = True
     index = torch.arange(begins.shape[1])
     positions = index - torch.where(begins, index, 0).cummax(1).values
@@ -346,7 +360,7 @@ def epochs_as_steps(config: Config, world_size: int) -> Config:
     if loader.streams or len(loader.sources) > 1:
         raise UserError("--epochs needs one source of known length, not a stream or a mixture: give --steps")
     config = replace(config, steps=-(-loader.end // loader.step_rows))
-    check_together(config)
+    check_values(config)
     return config
 
 
@@ -386,7 +400,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
         loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0 keeps the loaders that it checked
         return catalog.known, catalog.shards, loaders[0].fingerprint
 
-    catalog.known, catalog.first_shards, fingerprint = on_first_rank(look_up, ranks)
+    catalog.known, catalog.rank0_shards, fingerprint = on_first_rank(look_up, ranks)
     data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
     data.fingerprint = fingerprint
     return data, rest[0] if rest else None

@@ -148,7 +148,7 @@ def sample(
         text = torch.cat((text, ids), 1)
 
 
-def write(
+def generate_text(
     model: Transformer, tokenizer, prompt: list[int], continues: bool, stop: Iterable[int] = (), **how
 ) -> Iterator[str]:
     """The text after a prompt, in pieces: a piece for each new token before the first id of `stop`, then the rest of an
@@ -175,7 +175,7 @@ def write_samples(model: Transformer, run: Run, step: int) -> str:
         model.eval()
         # Without `stop`, because all ranks must sample the same number of tokens.
         with whole_rows(model):
-            text = config.prompt + "".join(write(model, tokenizer, ids, True, **how))
+            text = config.prompt + "".join(generate_text(model, tokenizer, ids, True, **how))
         free_gathered(model)
         model.train()
         if run.ranks.rank == 0:
@@ -294,7 +294,7 @@ def converse(model: Transformer, source: Source, tools: list, args: argparse.Nam
             warn_once(": ".join(note))
         pieces = []
         try:
-            for piece in write(model, source.tokenizer, ids, False, **how, seed=args.seed + len(messages)):
+            for piece in generate_text(model, source.tokenizer, ids, False, **how, seed=args.seed + len(messages)):
                 pieces.append(piece)
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
@@ -331,7 +331,7 @@ def main(argv: list[str]) -> None:
         ids = source.tokenizer.encode(text)
         if source.bos or not ids:
             ids = [source.tokenizer.bos_id, *ids]
-        pieces = write(model, source.tokenizer, ids, True, **how, seed=args.seed + i)
+        pieces = generate_text(model, source.tokenizer, ids, True, **how, seed=args.seed + i)
         for piece in itertools.chain([text], pieces, "\n"):
             print(piece, end="", flush=True)
 

@@ -42,7 +42,6 @@ from lib.curves import draw_runs, read_records
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.ranks import gather, on_first_rank
-from lib.rows import text_bytes
 from lib.run import logger, refuse_unusable, write_status
 from model import IGNORE, Transformer
 from optim import DTYPES, trainable_parameters
@@ -253,7 +252,7 @@ class Log:
         self.predicted = predicted
         config, folder, size = self.config, self.run.folder, self.ranks.world_size
         if val_data:
-            self.val_bytes, self.val_tokens = text_bytes(val_data)
+            self.val_bytes, self.val_tokens = val_data.text_bytes()
         attention = attention_kernel(config, data, self.ranks.device)
         env = describe_environment() | {
             "world_size": size,

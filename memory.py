@@ -24,7 +24,7 @@ from config import Config
 from lib import lora, torch_private
 from lib.machine import Gpu
 from model import Transformer
-from optim import DTYPES, ROUND, make_optimizer, matrices
+from optim import DTYPES, STACK_ELEMENTS, make_optimizer, matrices
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
@@ -358,7 +358,9 @@ def _stacks(config: Config, cluster: Cluster) -> int:
         return 0
     part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
     sizes = [p.numel() for p in matrices(_one_block(config))]
-    return int(STACKS * DTYPES[config.dtype].itemsize * max(size * min(max(1, ROUND // size), part) for size in sizes))
+    return int(
+        STACKS * DTYPES[config.dtype].itemsize * max(size * min(max(1, STACK_ELEMENTS // size), part) for size in sizes)
+    )
 
 
 def _fsdp_moments(

@@ -103,7 +103,7 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(B, T, -1))
 
 
-class SwiGLU(nn.Module):
+class SwiGluMLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         bias = config.bias or config.mlp_bias
@@ -115,7 +115,7 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-class GELU(nn.Module):
+class GeluMLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.up_proj = Linear(config.dim, config.ffn_dim, bias=config.bias)
@@ -165,7 +165,7 @@ class MoE(nn.Module):
         super().__init__()
         n, dim, ffn_dim = config.n_experts, config.dim, config.ffn_dim
         self.top_k, self.norm_top_k = config.top_k, config.norm_top_k
-        self.gate = Linear(dim, n, bias=False)
+        self.gate = Linear(dim, n, bias=False)  # the router, by its name in Mixtral
         self.gate_up_proj = nn.Parameter(torch.empty(n, 2 * ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(n, dim, ffn_dim))
 
@@ -189,7 +189,7 @@ class MoE(nn.Module):
         return (y * scores[..., None].to(y.dtype)).sum(1).view(B, T, D), router
 
 
-MLPS = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
+MLPS = {"swiglu": SwiGluMLP, "gelu": GeluMLP, "moe": MoE}
 
 
 class Block(nn.Module):
@@ -215,8 +215,8 @@ class Block(nn.Module):
         return x + self.mlp_norm(y), router
 
 
-# Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little, because
-# a chunk has 5 times its bytes; but at most CHUNK_BYTES, and at least a fifth of them.
+# Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little if a
+# chunk has 5 times as many bytes as the gradient. A chunk has between CHUNK_BYTES / 5 and CHUNK_BYTES.
 CHUNK_BYTES = 2**29
 
 
@@ -276,19 +276,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w, V = padded(weight, x.dtype), len(weight)
-        chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 20 * w.numel()))
+        gradient_bytes = 4 * w.numel()
+        chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 5 * gradient_bytes))
         rows = chunk_rows(len(x), chunk_bytes // (w.shape[0] * w.itemsize))
         needs_dw = grads and weight.requires_grad
-        adds_up = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
-        dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and adds_up else None
-        dx, losses = torch.empty_like(x) if grads else None, []
+        accumulates = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
+        dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and accumulates else None
+        dx = torch.empty_like(x) if grads else None
+        losses = []
         for a in range(0, len(x), rows):
             chunk = x[a : a + rows]
             logits = chunk @ w.T
             losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
             if grads:
                 dx[a : a + rows] = logits @ w  # the logits have become their gradient
-            if needs_dw and adds_up:
+            if needs_dw and accumulates:
                 add_product(dw, logits.T, chunk)
             elif needs_dw:
                 dw = logits.T @ chunk

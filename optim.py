@@ -1,15 +1,16 @@
-"""What happens to the gradients of a step: their sums over the ranks, then AdamW (arXiv 1711.05101) or Muon (arXiv
-2502.16982); and the learning rate.
+"""What follows the backward pass of a step: the sums of loss, tokens and squared norm over the ranks, then AdamW (arXiv
+1711.05101) or Muon (arXiv 2502.16982); and the learning rate.
 
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
 count over the ranks. From these sums, train.py's `train_step` computes the mean, the norm and the clip factor, and
-tests whether they are finite; `Gradients.skip` decides. All of this stays on the device of the gradients.
+tests whether they are finite; `Gradients.decide_skip` decides whether the update is skipped. All of this stays on the
+device of the gradients.
 
 An `Optimizer` updates parameters and state of any dtypes: its rule computes in fp32, on flat chunks of the parameters,
-compiled to one pass over memory if there is a compiler. If parameters and moments are fp32, torch's fused AdamW does
-the same arithmetic. Its one kernel also divides gradients by `grad_scale` and skips the update if `found_inf` is 1;
-both are tensors on the device. So the division by the number of trained tokens, clipping and the guard against
-non-finite gradients cost no pass over memory, except for the norm, and no synchronisation.
+compiled to one pass over memory unless --compile is none. If parameters and moments are fp32, AdamW calls torch's fused
+kernel instead, which does the same arithmetic. It also divides gradients by `grad_scale` and skips the update if
+`found_inf` is 1; both are tensors on the device. So the division by the number of trained tokens, clipping and the
+guard against non-finite gradients cost no pass over memory, except for the norm, and no synchronisation.
 
 An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
 in every step; the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically: up
@@ -57,8 +58,8 @@ class Settings(Protocol):
 
 
 class Gradients:
-    """The gradients of a step on this rank: sums over its trained tokens. The host waits for nothing here, unless the
-    gradients are offloaded to it."""
+    """This rank's shards of the gradients of a step: sums over the trained tokens of all ranks. The host waits for
+    nothing here, unless the gradients are offloaded to it."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Gradients:
             dist.all_reduce(sums, group=self.group)
         return sums.unbind()
 
-    def skip(self, bad: Tensor) -> Tensor:
+    def decide_skip(self, bad: Tensor) -> Tensor:
         """bad: whether this step's loss or norm is not finite -> 1.0 if its update must be skipped, else 0.0, equal on
         all ranks. After `limit` skipped updates in a row all later ones are skipped, too: the host, which reads the
         count one step late, finds the state before them."""
@@ -155,7 +156,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float, grad_divisor: Tensor, skip: Tensor) -> None:
         """Updates the parameters with gradients / grad_divisor, or changes nothing if skip is 1.0 (fp32 scalars on the
-        device). Frees the gradients. All ranks must call."""
+        gradients' device). Frees the gradients. All ranks must call."""
         for group in self.param_groups:
             group["lr"] = lr * group.get("scale", 1.0)
             if group["params"]:
@@ -169,14 +170,13 @@ class Optimizer:
             self.state[p]["step"].add_(1.0 - skip)
         step = self.state[group["params"][0]]["step"]  # equal for all
         step = step.clamp(min=1.0)  # it is 0 while every update was skipped
-        scalars, unscale = self.scalars(group, step), 1.0 / grad_divisor
+        scalars, inverse_divisor = self.scalars(group, step), 1.0 / grad_divisor
         for p in group["params"]:
             tensors = p, p.grad, *(self.state[p][name] for name in self.state_names)
             flat = [local(x).detach().view(-1) for x in tensors]
             for chunk, seed in self.chunks[p]:
-                self.update_chunk(
-                    *(x[chunk] for x in flat), seed=seed, step=step, skip=skip > 0, unscale=unscale, **scalars
-                )
+                how = {"seed": seed, "step": step, "skip": skip > 0, "inverse_divisor": inverse_divisor}
+                self.update_chunk(*(x[chunk] for x in flat), **how, **scalars)
 
     def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
         """The arguments of the rule that change from step to step, as scalars on the device: a number would be compiled
@@ -200,12 +200,12 @@ class Optimizer:
         seed: Tensor,  # int32 [2], see rounding_seed
         step: Tensor,  # scalar: the number of this update
         skip: Tensor,  # bool scalar
-        unscale: Tensor,  # scalar: 1 / divisor of the gradients
+        inverse_divisor: Tensor,  # scalar: 1 / grad_divisor
         **scalars: Tensor,
     ) -> None:
         """One update of a flat chunk of a parameter and of its state, in place; none if `skip`."""
         state_in_fp32 = [x.float() for x in state]
-        new_p, *new_state = self.rule(p.float(), gradient.float() * unscale, *state_in_fp32, **scalars)
+        new_p, *new_state = self.rule(p.float(), gradient.float() * inverse_divisor, *state_in_fp32, **scalars)
         bits = random_bits(p.numel(), seed, step)
         p.copy_(torch.where(skip, p, rounded(new_p, p.dtype, bits)))
         for name, old, new in zip(self.state_names, state, new_state, strict=True):
@@ -229,11 +229,11 @@ class AdamW(Optimizer):
     eps = 1e-8
 
     def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
-        """The rate and the root contain the bias corrections."""
+        """The rate and the inverse root contain the bias corrections."""
         return {
             "decay": torch.full_like(step, 1.0 - group["lr"] * group["weight_decay"]),
             "rate": group["lr"] / (1.0 - self.beta1**step),
-            "root": (1.0 - self.beta2**step).rsqrt(),
+            "inverse_root": (1.0 - self.beta2**step).rsqrt(),
         }
 
     def rule(
@@ -244,11 +244,11 @@ class AdamW(Optimizer):
         exp_avg_sq: Tensor,
         decay: Tensor,
         rate: Tensor,
-        root: Tensor,
+        inverse_root: Tensor,
     ) -> tuple[Tensor, ...]:
         exp_avg = torch.lerp(exp_avg, gradient, 1.0 - self.beta1)
         exp_avg_sq = torch.lerp(exp_avg_sq, gradient * gradient, 1.0 - self.beta2)
-        p = p * decay - rate * exp_avg / (exp_avg_sq.sqrt() * root + self.eps)
+        p = p * decay - rate * exp_avg / (exp_avg_sq.sqrt() * inverse_root + self.eps)
         return p, exp_avg, exp_avg_sq
 
     def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
@@ -313,9 +313,10 @@ def learning_rate(config: Settings, step: int) -> float:
     if done < warmup:
         return config.lr * step / warmup
     decay_steps = config.decay_steps * steps if config.decay_steps < 1 else config.decay_steps
-    if config.schedule == "wsd":  # falls in the last steps
-        begin, end = steps - min(decay_steps or 0.2 * steps, steps - warmup), steps
-    else:
+    if config.schedule == "wsd":  # decay_steps is a length: the rate falls in the last steps
+        length = decay_steps or 0.2 * steps
+        begin, end = steps - min(length, steps - warmup), steps
+    else:  # it is the step at which the decay ends
         begin, end = warmup, decay_steps or steps
     progress = min(max((done - begin) / max(end - begin, 1), 0.0), 1.0)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
@@ -327,7 +328,7 @@ def learning_rate(config: Settings, step: int) -> float:
 
 MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300  # it rises linearly in the first steps
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # small singular values grow fast, large ones stay near 1
-ROUND = 2**28  # elements that a rank orthogonalizes at a time
+STACK_ELEMENTS = 2**28  # elements that a rank orthogonalizes at a time
 
 
 def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -365,7 +366,8 @@ def orthogonalize(x: Tensor) -> Tensor:
 class Muon(AdamW):
     """Muon (arXiv 2502.16982) for `matrices`, AdamW for all other parameters. All ranks must call `step`.
 
-        m = lerp(g, m, momentum);  u = orthogonalize(lerp(g, m, momentum));  p = p (1 - lr decay) - lr scale u
+        buffer = lerp(g, buffer, momentum)
+        u = orthogonalize(lerp(g, buffer, momentum));  p = p (1 - lr decay) - lr scale u
 
     scale = 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so that its learning rates transfer.
 
@@ -385,7 +387,7 @@ class Muon(AdamW):
         for p in heights:
             alike[p.shape, heights[p]].append(p)
         for same in alike.values():
-            n = max(1, ROUND // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
+            n = max(1, STACK_ELEMENTS // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
 
     @cached_property
@@ -404,12 +406,12 @@ class Muon(AdamW):
     def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
         state = self.state[p]
-        gradient, momentum = local(p.grad), local(state["momentum_buffer"])
-        weight = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
+        gradient, buffer = local(p.grad), local(state["momentum_buffer"])
+        momentum = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
         mean = gradient.float() / grad_divisor
-        average = mean.lerp(momentum.float(), weight)
-        momentum.copy_(torch.where(skip > 0, momentum, average.to(momentum.dtype)))
-        gradient.copy_(mean.lerp(average, weight))
+        average = mean.lerp(buffer.float(), momentum)
+        buffer.copy_(torch.where(skip > 0, buffer, average.to(buffer.dtype)))
+        gradient.copy_(mean.lerp(average, momentum))
         return p.grad.to(self.dtype)
 
     def _updates(self, stack: Tensor, heights: tuple[int, ...]) -> Tensor:

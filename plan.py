@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from config import DEFAULT, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
+from config import DEFAULT, Config, check_batch, parse_args, refuse_conflicts, split_batch, with_recipes
 from lib import errors
 from lib.errors import Parser, UserError, within
 from lib.files import amount, free_space
@@ -166,7 +166,7 @@ def settle(config: Config, cluster: Cluster) -> Config:
     backend = "varlen" if config.attention == "flash" else config.attention  # flash-attn need not be installed here
     backend = attention.choose_backend(backend, "cuda", dtype, True, config.seq_len, config.model_config.head_dim)
     config = replace(config, dtype=dtype, compile=compile, attention=backend)
-    refuse_unsupported(config, cluster.ranks)
+    refuse_conflicts(config, cluster.ranks)
     fp8.check_run(config, torch.device("meta"), split_batch(config, cluster.ranks)[0])
     if config.fp8 != "off" and not cluster.gpu.fp8:
         raise UserError(f"--fp8 {config.fp8}: the {cluster.gpu.name} has no FP8; --fp8 off trains in bf16 there")

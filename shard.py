@@ -1,15 +1,14 @@
 """Ranks, and the steps that make a plain model train on them.
 
-The order is fixed, each step one call, in train.py's `build`:
+The order is fixed, each step one call in train.py's `build`; its `fill` follows:
 
-    meta device -> share rows -> checkpointing -> compile each block -> activation offload -> fully_shard -> to_empty
-    -> fill
+    meta device -> FP8, LoRA -> share rows -> checkpointing -> compile each block -> activation offload -> fully_shard
+    -> to_empty -> tie weights
 
 Checkpointing comes first, because the compiler must see it. Compilation comes before sharding, so that a compiled graph
 holds the computation without the gathering, and before activation offload, which the compiler must not see. Memory is
 allocated last, when every rank knows its part. Checkpointing, compilation and offload rebind a block's `forward`; FSDP
-changes the class of a module. No step wraps or renames a module, so parameters keep the model's names. Before the first
-of these steps, `build` replaces linear layers for FP8 and LoRA.
+changes the class of a module. No step wraps or renames a module, so parameters keep the model's names.
 
 One 2-D mesh (replicate, shard) describes replication, full sharding and hybrids: --shard_size 1 replicates, 0 shards
 over all ranks. FSDP gets it if there are several replicas. With one replica FSDP gets its 1-D part `shard`: on a 2-D
@@ -40,7 +39,7 @@ from lib import progress, torch_private
 from lib.errors import UserError
 from lib.files import read_ahead
 from lib.parts import is_sharded, local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, on_first_rank
+from lib.ranks import Ranks, on_first_rank
 
 logger = logging.getLogger("flatland")
 
@@ -214,8 +213,8 @@ def offload_activations(model: nn.Module, on: bool, device: torch.device) -> Non
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """block: every block on its own, all sharing one compiled graph, and the loss head's softmax; model: everything as
-    one graph. In place."""
+    """block: every block on its own, all sharing one compiled graph, and the loss head's cross-entropy; model:
+    everything as one graph. In place."""
     if mode == "model":
         model.compile(dynamic=False)
     elif mode == "block":
@@ -321,26 +320,29 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
     result. All ranks must call."""
     sends = load == "rank0" and dist.is_initialized() and dist.get_world_size() > 1
     for name, layer in nf4.layers(model).items():
-        # ALONE: every rank quantizes for itself.
-        on_first_rank(partial(_quantize, name, layer, read), _everyone() if sends else ALONE)
-        for buffer in layer.buffers() if sends else ():
-            dist.broadcast(buffer, 0)
-            progress.advance()
+        if sends:
+            on_first_rank(partial(_quantize, name, layer, read), _everyone())
+            for buffer in layer.buffers():
+                dist.broadcast(buffer, 0)
+                progress.advance()
+        else:
+            _quantize(name, layer, read)
 
 
 def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
     shape = layer.out_features, layer.in_features
-    for rows in _cut_rows(shape, 0, 1, FILL_BYTES // 2):
+    for rows in _cut_rows(shape, 0, 1, FILL_BYTES // 2):  # in fp32 they take twice as much
         layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
         progress.advance()
 
 
 def _everyone() -> Ranks:
-    """All ranks, for messages in the default group."""
+    """All ranks, which here tell each other of errors in the default group: `fill` knows no control group."""
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
 
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:
+    """fill_parameters for tensors by name, of which all are sharded, or none."""
     source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
     kept = sum(local(tensor).numel() for _, tensor in named)  # by this rank
     done, seconds, reported, begin = 0, 0.0, 0.0, time.perf_counter()

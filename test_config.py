@@ -12,7 +12,7 @@ import pytest
 
 import config
 from attention import BACKENDS, PACKED
-from config import NEEDS, Config, check_batch, parse_args, refuse_unsupported
+from config import NEEDS, Config, check_batch, parse_args, refuse_conflicts
 from lib.errors import UserError
 from lib.families import config_json
 from lib.synonyms import ELSEWHERE, INSTEAD
@@ -292,7 +292,7 @@ def test_batch_arithmetic(batch_tokens, near):
 ])  # fmt: skip
 def test_rows_that_do_not_divide_are_refused(words, ranks, message):
     with pytest.raises(UserError, match=message):
-        refuse_unsupported(parse_args(["--model", "llama3-8b", *words.split()]), ranks)
+        refuse_conflicts(parse_args(["--model", "llama3-8b", *words.split()]), ranks)
 
 
 # ---- the run folder

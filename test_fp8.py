@@ -16,7 +16,7 @@ import fp8
 from config import parse_args
 from fp8 import E4M3, RECIPES, WeightScales, convert_linears
 from lib.errors import UserError, exit_status
-from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul
+from model import MODELS, Linear, MoE, SwiGluMLP, Transformer, grouped_matmul
 from shard import checkpoint_activations
 from test_shard import fill, run_ranks
 from test_train import records, train, values
@@ -279,7 +279,7 @@ for a, b in zip(alone[0], whole, strict=False):
 
 def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
     with torch.device(device):
-        mlp = SwiGLU(replace(MODELS["tiny-llama"], dim=128, ffn_dim=256)).to(dtype)
+        mlp = SwiGluMLP(replace(MODELS["tiny-llama"], dim=128, ffn_dim=256)).to(dtype)
     with torch.no_grad():
         for i, p in enumerate(mlp.parameters()):
             p.copy_(randn(*p.shape, seed=i) * 0.1)

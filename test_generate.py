@@ -305,7 +305,9 @@ def test_chat_with_tools(hub, tmp_path, monkeypatch):
         main([words[0], str(hub("llama3")[0]), *words[2:], str(tmp_path / "tools.json")])
     (folder / "chat_template.jinja").write_text(TEMPLATE + "{{ tools | tojson if tools }}{{ '!' if not tools }}")
     prompts = []
-    monkeypatch.setattr("generate.write", lambda model, tokenizer, ids, *_, **how: prompts.append(ids) or iter(["So."]))
+    monkeypatch.setattr(
+        "generate.generate_text", lambda model, tokenizer, ids, *_, **how: prompts.append(ids) or iter(["So."])
+    )
     main([*words, str(tmp_path / "tools.json")])
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     how = {"tools": tools, "add_generation_prompt": True, "return_dict": False}

@@ -35,7 +35,7 @@ from torch import Tensor
 import fp8
 import shard
 import train
-from config import Config, check_together
+from config import Config, check_values
 from data import Batch
 from lib import lora, machine
 from lib.errors import Parser, UserError, run_script
@@ -381,7 +381,7 @@ def draw(seed: int, number: int) -> Cell:
         cell = replace(cell, shard_size=rng.choice(shards), **formats_and_sizes, lora=rng.choice((0, 0, 0, 1, 5)))
         cell = replace(cell, context_parallel=some(1, 2, 3, 4))
         with contextlib.suppress(UserError, ValueError):  # train.py refuses the cell
-            check_together(cell.config)
+            check_values(cell.config)
             train.resolve(cell.config, replace(ALONE, world_size=cell.ranks))
             if cell.top_k <= cell.n_experts:
                 return cell

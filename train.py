@@ -1,12 +1,13 @@
-"""Trains a Llama or GPT model: everything that happens to a token between the disk and the optimizer, on one page.
+"""Trains a Llama or GPT model: the way of a token from the disk to the optimizer, on one page. Each call names the
+file with its details.
 
     python train.py [@recipes/NAME.args ...] [--flag value ...]        one process
     torchrun --nproc-per-node N train.py ...          one process per GPU, as `bash launch.sh` starts it
 
 Every step reads this rank's micro-batches and computes the loss of each, summed over its trained tokens, and its
 gradients, which the backward pass also sums over the ranks. Then it divides by the global number of trained tokens,
-clips, and updates the parameters with AdamW or Muon. Python stays at most one step ahead of the GPU, so the GPU always
-has work.
+clips, and updates the parameters with AdamW or Muon. Between records Python runs one step ahead of the GPU, which
+therefore always has work.
 """
 
 import os
@@ -49,12 +50,12 @@ def main(argv: list[str]) -> int:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
     ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
-    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)
+    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # of a stream that goes on
     config = resolve(asked, ranks)
     if only_checks:
-        return report(count_steps(asked, config, ranks), ranks)
+        return print_check(count_steps(asked, config, ranks), ranks)
     machine.set_matmul_precision(config.dtype)
-    with Run(config, ranks) as run:
+    with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
         run.config = count_steps(asked, config, ranks)
         train(run)
     if run.exit_code == 0:
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     return run.exit_code
 
 
-def report(config: Config, ranks: Ranks) -> int:
+def print_check(config: Config, ranks: Ranks) -> int:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
     resume_from, _ = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
@@ -83,17 +84,19 @@ def report(config: Config, ranks: Ranks) -> int:
 
 
 def open_inputs(config: Config, resume_from, ranks: Ranks):
-    """Refuses what cannot work -> (data, validation data, weights to start from). All ranks must call."""
+    """Refuses what cannot work -> (data; validation data or None; read(name, slices) of --weights, or None if this rank
+    reads none). All ranks must call."""
     resumes = resume_from is not None
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: settle.refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
-    weights = on_every_rank(lambda: settle.open_initial_weights(config, resumes, ranks.rank), ranks)
-    return data, val_data, weights
+    read_weights = on_every_rank(lambda: settle.open_initial_weights(config, resumes, ranks.rank), ranks)
+    return data, val_data, read_weights
 
 
 def resolve(config: Config, ranks: Ranks) -> Config:
-    """Replaces every `auto` by its value here, for flags.json; refuses settings that cannot run here."""
+    """Gives dtype, compile, attention, batch_tokens and lanes their values on this machine, which flags.json records.
+    Refuses settings that cannot run here."""
     config = settle.choose_defaults(config, ranks.device, ranks.world_size)
     fp8.check_run(config, ranks.device, split_batch(config, ranks.world_size)[0])
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
@@ -113,7 +116,7 @@ def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
 def train(run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
     config, ranks = run.config, run.ranks
-    resume_from, skipped = checkpoint.find(config, ranks)
+    resume_from, damaged = checkpoint.find(config, ranks)
     checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
@@ -121,23 +124,23 @@ def train(run: Run) -> None:
             run.begin(start)
             finish(run, start)
         return on_first_rank(lambda: settle.say_finished(config, start), ranks)
-    run.begin(start, skipped + config.warnings)
-    data, val_data, weights = open_inputs(config, resume_from, ranks)
+    run.begin(start, damaged + config.warnings)
+    data, val_data, read_weights = open_inputs(config, resume_from, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
-    with machine.reported_memory(model):
+    with machine.explain_out_of_memory(model):
         weight_scales = fp8.prepare(model, config, mesh, data.accumulates)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
-        fill(model, optimizer, data, resume_from, weights, config, ranks)
+        fill(model, optimizer, data, resume_from, read_weights, config, ranks)
     gradients = GradientGuard(model, config, ranks, mesh, data.where)
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    with machine.reported_memory(model, optimizer), saver, log, profile_steps(run, start) as profiler:
+    with machine.explain_out_of_memory(model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
@@ -157,7 +160,8 @@ def train(run: Run) -> None:
             if todo.watch_fp8:
                 log.add(step, **fp8.watched(model))
             if todo.save:
-                log.add(step, save_ms=saver.save(step, micro_batches[0].tokens[0]))
+                probe = micro_batches[0].tokens[0]  # a resume computes its loss again
+                log.add(step, save_ms=saver.save(step, probe))
                 log.draw()
             if todo.sample:
                 log.add(step, sample=write_samples(model, run, step))
@@ -174,11 +178,12 @@ def train(run: Run) -> None:
 def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
     """The actions of the loop after a step: true or false for each. stops: the ranks have agreed to stop."""
 
-    def due(every: int, always: bool = False) -> bool:
-        return every > 0 and (always or step % every == 0)
-
     last = step == config.steps
-    evaluate, sample = due(config.eval_every, last), due(config.sample_every, last)
+
+    def due(every: int, at_end: bool = False) -> bool:
+        return every > 0 and (step % every == 0 or (last and at_end))
+
+    evaluate, sample = due(config.eval_every, at_end=True), due(config.sample_every, at_end=True)
     watch_fp8 = config.fp8 != "off" and due(config.fp8_log_every)
     save = last or stops or due(config.save_every)
     record = step == 1 or evaluate or watch_fp8 or save or due(config.log_every)
@@ -191,7 +196,7 @@ def train_step(
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
-    scalars on the device; each micro-batch with the model's Details). All ranks must call."""
+    scalars on the gradients' device; each micro-batch with the model's Details). All ranks must call."""
     weight_scales.refresh()  # of FP8
     local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
@@ -207,7 +212,7 @@ def train_step(
     loss = loss_sum / tokens  # the mean over the trained tokens; without any it is NaN, and the update is skipped
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
     clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
-    skip = gradients.skip(~(loss.isfinite() & grad_norm.isfinite()))
+    skip = gradients.decide_skip(~(loss.isfinite() & grad_norm.isfinite()))
     optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=skip)
     return loss, grad_norm, details
 
@@ -219,7 +224,7 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
     if config.fp8 != "off":
         logger.info(fp8.convert(model, config, ranks.device))
-    lora.convert(model, config)
+    lora.convert(model, config)  # also without adapters: it gives all parameters their dtypes
     describe_model(model)
     offload = config.offload == "cpu"
     shard.share_rows(model, row_group)
@@ -227,20 +232,20 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     shard.compile_model(model, config.compile)
     shard.offload_activations(model, config.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
-    with machine.reported_memory(model):
+    with machine.explain_out_of_memory(model):
         machine.allocate(model, "cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 
 
-def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ranks) -> None:
+def fill(model, optimizer, data, resume_from, read_weights, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
-        shard.fill_parameters(model, weights, config.load, only_frozen=True)
+        shard.fill_parameters(model, read_weights, config.load, only_frozen=True)  # those below adapters
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
-        shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
+        shard.fill_parameters(model, settle.first_values(config, model, read_weights), config.load)
         barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
     data.load_state_dict(on_first_rank(data.state_dict, ranks))  # all ranks take rank 0's position
 
@@ -265,7 +270,8 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
 
 
 def finish(run: Run, step: int) -> None:
-    """Exports the last checkpoint as a Hugging Face folder, hf/. All ranks must call."""
+    """Exports the last checkpoint as a Hugging Face folder, hf/, and records that the run is finished. All ranks must
+    call."""
     with run.phase("export"):
         export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks)
     run.end("finished", step)

@@ -253,7 +253,7 @@ LOWER_MEMORY = "What lowers it: guide/memory.md; by how much on a GPU: `python p
 
 
 @contextlib.contextmanager
-def reported_memory(model: nn.Module, optimizer=None) -> Iterator[None]:
+def explain_out_of_memory(model: nn.Module, optimizer=None) -> Iterator[None]:
     """Raises an out-of-memory error of the GPU again as one message that lists the uses of the memory."""
     try:
         yield

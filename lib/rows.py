@@ -14,7 +14,6 @@ its rows. The position of a lane is (rows given, epoch, file, row, token in that
 out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
 processes tokenise."""
 
-import copy
 import functools
 import hashlib
 import itertools
@@ -34,7 +33,7 @@ from lib import progress, text
 from lib.errors import Failure, RankError, UserError
 from lib.files import read_ahead, with_retries
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
-from lib.tokenizer import load_tokenizer, token_sizes
+from lib.tokenizer import load_tokenizer
 from model import IGNORE
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
@@ -43,7 +42,7 @@ OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
 OPEN_FILES = 64  # shards that a process keeps open
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
-PAUSES = 10, 60, 120, 240  # seconds before a hub that failed is asked again
+PAUSES = 10, 60, 120, 240  # seconds before a store that failed is asked again
 
 
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -68,19 +67,19 @@ def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
-    """The turns at the given places of a mixture -> (source, the index of its turn). For every n, a source of weight w
-    has n w of the first n places, with an error below one turn per source listed before it."""
+    """The turns at the given places of a mixture -> (source, the index of its turn). For every n, a source whose share
+    of the weights is w has n w of the first n places, with an error below one turn per source listed before it."""
     source, number = np.zeros_like(index), index.copy()
-    rest, left = np.arange(len(index)), sum(weights, Fraction(0))
+    rest, weight_left = np.arange(len(index)), sum(weights, Fraction(0))  # the places that no source has yet
     for i, weight in enumerate(weights):
-        share = (weight / left).limit_denominator(2**30) if left else Fraction(1)
+        share = (weight / weight_left).limit_denominator(2**30) if weight_left else Fraction(1)
         n, d = share.numerator, share.denominator
         turn = number[rest]
         before = turn // d * n + turn % d * n // d  # floor(turn n / d), whose products fit 64 bits
         taken = (turn % d + 1) * n // d > turn % d * n // d
         source[rest[taken]], number[rest[taken]] = i, before[taken]
         number[rest[~taken]] = (turn - before)[~taken]
-        rest, left = rest[~taken], left - weight
+        rest, weight_left = rest[~taken], weight_left - weight
     return source, number
 
 
@@ -128,8 +127,8 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
 
 
 class Catalog:
-    """The files that entries of --data and --val_data name, which rank 0 looks up and opens for all ranks. Only text is
-    tokenised, and its shards are opened, in every process: a machine may have its own cache."""
+    """The files that entries of --data and --val_data name, which rank 0 looks up and opens for all ranks. Text is the
+    exception: every process tokenises it and opens its shards, because a machine may have its own cache."""
 
     def __init__(self, config: Config):
         self.config, self.shards, self.indexes = config, {}, {}
@@ -137,7 +136,7 @@ class Catalog:
         if config.tokenizer != "bytes":
             self.tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
         # {entries of a source: what `find` and `_open_shards` return on rank 0}
-        self.known, self.first_shards = {}, {}
+        self.known, self.rank0_shards = {}, {}
 
     def find(self, specs: tuple[str, ...], flag: str) -> tuple[list[TextFile], bool]:
         """-> (the files that entries name, whether they are streamed). Text of addresses is streamed, and with
@@ -155,8 +154,8 @@ class Catalog:
         return self.known[specs]
 
     def open(self, split: str, specs: tuple[str, ...], flag: str) -> "ShardRows":
-        """The rows of a split, "train" or "val". With --val_data that is the validation split and all of --data trains;
-        else shards named *val* are, else a held-out 1/20."""
+        """The rows of a split, "train" or "val". With --val_data, --data only trains, without another tool's shards
+        named *val*. Otherwise shards named *val* are held out, or, without any, the last 1/20 of each shard."""
         config = self.config
         if specs not in self.shards:
             self.shards[specs] = self._open_shards(specs, flag)
@@ -167,10 +166,10 @@ class Catalog:
 
     def _open_shards(self, specs, flag):
         """-> (the shards of each split, the id before a document if they agree on one, is it chat). Tokenises text.
-        Text of addresses holds conversations here."""
+        Text at an address comes here only if it holds conversations: other text there is streamed."""
         config, splits, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
         files = self.find(specs, flag)[0]
-        expected = self.first_shards.get(specs)
+        expected = self.rank0_shards.get(specs)
         if expected and files and all(file.kind == SHARD and not file.store for file in files):
             return expected
         files = text.fetch_all(files, cache_of(config)) or [text.builtin_file()]
@@ -224,7 +223,7 @@ def _too_little(split: str, content: str, change: str) -> TooLittle:
 # ---- sources
 
 
-def _split(source, blocks):
+def _shift_targets(source, blocks):
     """seq_len + 1 tokens of each row -> tokens, targets, begins"""
     blocks = np.array(blocks).reshape(-1, source.config.seq_len + 1)
     tokens = blocks[:, :-1]
@@ -274,7 +273,7 @@ class ShardRows:
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = self.config.seq_len
-        return _split(self, [self.read(i * T, i * T + T + 1) for i in index])
+        return _shift_targets(self, [self.read(i * T, i * T + T + 1) for i in index])
 
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
@@ -303,7 +302,7 @@ class ChatRows(ShardRows):
         lengths = np.diff(np.append(starts, self.tokens)) - 1
         is_long = lengths > T
         kept = ~is_long | (config.long_chats != "drop")
-        for i in np.flatnonzero(is_long & kept):  # the rest may contain no trained token
+        for i in np.flatnonzero(is_long & kept):  # the first T tokens may contain none that is trained on
             kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
@@ -333,7 +332,7 @@ class ChatRows(ShardRows):
                 targets[places] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
                 begins[i, at] = True
                 at += n
-            begins[i, at : at + 1] = True
+            begins[i, at : at + 1] = True  # the unused end of a row is a document of its own
         return tokens, targets, begins
 
 
@@ -345,19 +344,20 @@ class Stream:
     def __init__(self, files: list[TextFile], config: Config):
         self.files, self.config, self.encoder = files, config, Encoder.of(config)
         self.lanes, self.workers = {}, None  # lanes: the rows to come of each
-        self.positions = {}  # of lanes, after which their next rows are
+        self.positions = {}  # {number of a lane, as JSON's text: its position after the last row given}
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
         self.note = f"a stream of {len(files)} files, {files[0].name} and others, for {config.lanes} lanes"
-        self.shares = len(files) < config.lanes  # several lanes read the same file
+        self.shares = len(files) < config.lanes  # several lanes read the same file, which is downloaded once for all
         self.hashes = {file.name: f"{file.size} {file.version}" if file.store else "" for file in files}
 
     def describe(self) -> list[dict]:
-        """Names and sizes of the files, wherever they are."""
+        """Names, or versions of a store, and sizes of the files, wherever they are."""
         names = []
         for file in self.files:
-            names.append((not self.shares and file.store and file.version or Path(file.name).name, file.size))
+            has_version = file.store and file.version and not self.shares  # else only the name identifies it
+            names.append((file.version if has_version else Path(file.name).name, file.size))
         identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
@@ -373,7 +373,7 @@ class Stream:
         return [files[i] for i in permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")]
 
     def _read(self, file, last):
-        """The rows of a file after number `last`. A hub that fails is asked again after each of PAUSES."""
+        """The rows of a file after number `last`. A store that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
                 local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
@@ -436,26 +436,13 @@ class Stream:
             self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
         for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
             self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
-        return _split(self, [self._take(n) for n in numbers])
+        return _shift_targets(self, [self._take(n) for n in numbers])
 
     def where(self, number: int) -> str:
         """The current file and row of the row's lane."""
         lane = number % self.config.lanes
         _, epoch, file, row, *_ = self.positions.get(str(lane), (0,) * 6)
         return f"{self._files(lane, epoch)[file].name} near row {row} (lane {lane}, epoch {epoch})"
-
-
-def text_bytes(loader) -> tuple[int, int]:
-    """(bytes of text, tokens) of the trained tokens that a validation loader gives on all ranks. (0, 0) if a source is
-    a stream, or the text of its tokens is not known."""
-    if loader.streams or not text.knows_text(loader.config):
-        return 0, 0
-    all_ranks, counts = copy.copy(loader), np.zeros(loader.config.model_config.vocab_size, np.int64)
-    all_ranks.row_group, all_ranks.row_groups, all_ranks.columns = 0, 1, slice(None)
-    for batch in itertools.chain.from_iterable(all_ranks):
-        counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
-    sizes = token_sizes(load_tokenizer(loader.config.tokenizer))
-    return int(counts[: len(sizes)] @ sizes), int(counts.sum())
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:

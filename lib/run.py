@@ -158,12 +158,15 @@ class Run:
         self.lock = None  # on rank 0
         self.mesh = None
         self.groups: list[dist.ProcessGroup] = []  # of the model; the watchdog counts their collectives
-        # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
-        # any other phase hang_limit without progress.
-        self.phase, self.hang_limit = self.clock.part, max(config.timeout, LONG)
+        self.hang_limit = max(config.timeout, LONG)
         self.began, self.exit_code = False, 1
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
         self.pending_vote = None
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager:
+        """`with run.phase(name)`: time inside belongs to that part. The watchdog allows --timeout in "data" and
+        "steps", and in any other phase hang_limit without progress."""
+        return self.clock.part(name)
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)

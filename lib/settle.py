@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import shard
-from config import Config, check_batch, choose_lanes, refuse_unsupported, split_batch
+from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
 from lib import lora, machine
 from lib.errors import Failure, UserError
 from lib.families import dropout_note
@@ -34,7 +34,7 @@ SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s><
 def choose_defaults(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces `auto` in dtype and compile, 0 in batch_tokens and lanes; refuses settings that do not fit the ranks."""
     config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
-    refuse_unsupported(config, world_size)
+    refuse_conflicts(config, world_size)
     shard.mesh_shape(config.shard_size, world_size)  # refuses a shard size that does not divide the ranks
     _, batch_tokens = split_batch(config, world_size)
     return replace(config, batch_tokens=batch_tokens, lanes=choose_lanes(config, world_size))

@@ -131,7 +131,7 @@ def test_lanes_are_chosen_for_the_ranks(tmp_path, caplog, ranks, micro_batch):
         readers[lanes] = len(pairs) / lanes
         caplog.clear()
         make_loader(replace(c, lanes=lanes), 0, ranks)
-        assert readers[lanes] == 1 or f"{readers[lanes]:.0f} ranks read and tokenize every row" in caplog.text
+        assert readers[lanes] == 1 or f"every row is read and tokenized {readers[lanes]:.0f} times" in caplog.text
         assert readers[lanes] > 1 or not caplog.text
     assert chosen >= 64 and readers[chosen] == 1 and (ranks, micro_batch, readers[64]) != (1024, 1, 1)
 
@@ -292,14 +292,14 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train.plan, "refuse_without_room", lambda *_: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # memory is not asked for
-    train.report(c, ALONE)
+    train.print_check(c, ALONE)
     assert asked() == (True, 1)  # the head of the first file
     reports = []
     tell = lambda work, ranks: reports[0] if reports else reports.append(work()) or reports[0]  # noqa: E731
     monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
         loader, val_loader = open_data(c, Ranks(rank, 3, torch.device("cpu")))
-        assert loader.row_group == val_loader.row_group == rank and asked() == (not rank, int(not rank))
+        assert loader.my_group == val_loader.my_group == rank and asked() == (not rank, int(not rank))
 
 
 # ---- packed conversations

@@ -57,7 +57,7 @@ for step in range(1, 6):
     if step == 3 and ranks.rank == 1:
         model.weight.grad[0, 0] = float("inf")
     loss, tokens, squared_norm = gradients.global_sums(torch.ones(()), 8)
-    skip = gradients.skip(~squared_norm.isfinite())
+    skip = gradients.decide_skip(~squared_norm.isfinite())
     if step == 3:
         before = model.weight.detach().clone()
     optimizer.step(0.1, tokens, skip)
@@ -88,7 +88,7 @@ def test_a_step_without_a_trained_token_is_named():
     gradients = guards.GradientGuard(model, guard.Config(), ALONE, None)
     (0 * model(torch.ones(1, 2)).sum()).backward()
     loss_sum, tokens, _ = gradients.global_sums(torch.zeros(()), 0)
-    gradients.skip(~(loss_sum / tokens).isfinite())
+    gradients.decide_skip(~(loss_sum / tokens).isfinite())
     with pytest.raises(Failure, match="Step 7: no token of any rank is trained on"):
         gradients.check(7, wait=True)
 

@@ -383,7 +383,7 @@ class Shard(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Shard":
         """Tokens start ... stop - 1."""
-        return self._replace(tokens=stop - start, begin=self.begin + self.width * start, first=start)
+        return self._replace(tokens=stop - start, begin=self.begin + self.width * start, first=self.first + start)
 
 
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
