@@ -113,11 +113,11 @@ class Loader:
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
         self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
         self.separate = config.documents == "separate" or self.is_chat
-        self.rows = sum(s.count or 0 for s in self.sources)  # per epoch, of the sources that are not streamed
+        self.epoch_rows = sum(s.count or 0 for s in self.sources)  # of the sources that are not streamed
 
         # The position.
         self.samples = 0  # handed out so far, over all ranks, where each step counts as full
-        self.end = math.ceil(config.epochs * self.rows)  # samples of all --epochs; 0: no end
+        self.end = math.ceil(config.epochs * self.epoch_rows)  # samples of all --epochs; 0: no end
         self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
             self.val_rows, self.kept_steps = self._validation_rows(), []
@@ -158,8 +158,8 @@ class Loader:
         c, rows = self.config, self.config.steps * self.step_rows
         held_out = f" and {val._size()} for validation" if val else ""
         plan = f"{c.steps} steps of {c.batch_tokens} tokens"
-        if len(self.sources) == 1 and self.rows:
-            plan += f" are {min(rows, self.end or rows) / self.rows:.2f} epochs"
+        if len(self.sources) == 1 and self.epoch_rows:
+            plan += f" are {min(rows, self.end or rows) / self.epoch_rows:.2f} epochs"
         notes = [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
         mixture = [f"A mixture of {', '.join(self.mixture)}"] if len(self.mixture) > 1 else []
         return [f"Data: {self._size()}{held_out}; {plan}", *notes, *mixture]
@@ -239,9 +239,8 @@ class Loader:
 
     def _training_steps(self, samples: int) -> Iterator[tuple]:
         """(micro-batches, the position after them) without end."""
-        self._close()
         for i, stream in self.streams.items():
-            stream.positions = dict(self.lanes.get(i, {}))
+            stream.start(self.lanes.get(i, {}))
         try:
             while True:
                 micro_batches = self._micro_batches(*self._rows_of(self._samples_of_step(samples)))
@@ -386,7 +385,7 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
         shards += source.shards
     if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
         raise UserError("--chat_fields and --long_chats are for conversations, and --data has none: leave them out")
-    if config.data_dtype and all(shard.begin for shard in shards):
+    if config.data_dtype and all(shard.offset for shard in shards):
         raise UserError(f"--data_dtype {config.data_dtype} is for headerless files, and there are none: leave it out")
     return loaders
 
@@ -413,7 +412,7 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
     """Up to n rows of the first epoch as the model sees them, decoded, document by document. Trained tokens are
     marked. The last line explains which conversations are held out for validation."""
     loader, tokenizer = make_loader(config), load_tokenizer(config.tokenizer)
-    count = min(n, loader.rows or n)
+    count = min(n, loader.epoch_rows or n)
     rows = ((batch, i) for batches in loader for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()

@@ -201,7 +201,7 @@ def test_ids_beyond_the_vocabulary(tmp_path, at, split):
     first, second = shard(tmp_path / "a.bin", np.zeros(200)), shard(tmp_path / "b.bin", tokens)
     c = config(first, second, vocab_size=300, seq_len=2, eval_batches=0)
     loader = make_loader(c, split=split)
-    for message in (refused(open_checked, c), refused(lambda: [*zip(range(loader.rows), loader, strict=False)])):
+    for message in (refused(open_checked, c), refused(lambda: [*zip(range(loader.epoch_rows), loader, strict=False)])):
         assert f"{second} at token {at}: id 300" in message and "vocab_size is 300" in message
 
 

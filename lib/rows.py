@@ -25,6 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -115,7 +116,7 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
 
     def read():
         try:
-            return os.pread(open_file(shard.path).fileno(), size, part.begin)
+            return os.pread(open_file(shard.path).fileno(), size, part.offset)
         except OSError:
             open_file.cache_clear()  # a stale handle of a network file system stays stale
             raise
@@ -250,7 +251,7 @@ class ShardRows:
                 "--documents separate: these shards do not say which id begins a document: give --delimiter ID"
             )
         self.count = (self.tokens - 1) // T
-        self.begins = range(0, self.tokens, T)  # the place of each row's first token
+        self.row_starts = range(0, self.tokens, T)  # the place of each row's first token
         if self.count < 1:
             raise _too_little(split, f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}", "smaller")
 
@@ -277,7 +278,7 @@ class ShardRows:
 
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
-        where = self.place_of(self.begins[row])
+        where = self.place_of(self.row_starts[row])
         if text.knows_text(self.config):
             ids = self.rows(np.array([row]))[0][0, :400].tolist()
             where += f": {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
@@ -313,7 +314,7 @@ class ChatRows(ShardRows):
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
-        self.begins = [self.starts[documents[0]] for documents in self.contents]
+        self.row_starts = [self.starts[documents[0]] for documents in self.contents]
         untrained = "" if config.long_chats == "drop" else " because no trained token would be left"
         self.note = (
             f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
@@ -336,15 +337,26 @@ class ChatRows(ShardRows):
         return tokens, targets, begins
 
 
+class Position(NamedTuple):
+    """Where a lane goes on. A checkpoint stores it as a list."""
+
+    given: int = 0  # rows of the lane, since the run began
+    epoch: int = 0
+    file: int = 0  # in the lane's order of this epoch
+    row: int = 0  # of the file
+    token: int = 0  # of the row's document
+    bad: int = 0  # rows left out, since the run began
+
+
 class Stream:
-    """An endless source of rows."""
+    """An endless source of rows. Each row can be read once, in ascending order within its lane."""
 
     count = None
 
     def __init__(self, files: list[TextFile], config: Config):
         self.files, self.config, self.encoder = files, config, Encoder.of(config)
         self.lanes, self.workers = {}, None  # lanes: the rows to come of each
-        self.positions = {}  # {number of a lane, as JSON's text: its position after the last row given}
+        self.positions = {}  # {number of a lane, as JSON's text: its Position after the last row given}
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
@@ -360,6 +372,11 @@ class Stream:
             names.append((file.version if has_version else Path(file.name).name, file.size))
         identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
+
+    def start(self, positions: dict[str, list]) -> None:
+        """Goes on from the positions of lanes."""
+        self.close()
+        self.positions = {lane: Position(*position) for lane, position in positions.items()}
 
     def close(self) -> None:
         self.lanes.clear()
@@ -387,14 +404,15 @@ class Stream:
                 text.log.warning(f"{e}; next try in {seconds} s")
                 time.sleep(seconds)
 
-    def _jobs(self, lane, first_epoch, first_file, first_row):
-        """The rows of a lane from a position, without end: ((epoch, file), name, rows)."""
+    def _jobs(self, lane, start):
+        """The rows of a lane from a Position, without end: ((epoch, file), name, rows)."""
         n, lanes = len(self.files), self.config.lanes
-        turn, sharing = lane // n, len(range(lane % n, lanes, n))
-        for epoch in itertools.count(first_epoch):
+        nth, sharers = lane // n, len(range(lane % n, lanes, n))  # of the lanes that read the same file
+        first_file, first_row = start.file, start.row
+        for epoch in itertools.count(start.epoch):
             has_rows = first_file or first_row
             for k, file in enumerate(self._files(lane, epoch)[first_file:], first_file):
-                rows = (row for row in self._read(file, first_row - 1) if (row.number - 1) % sharing == turn)
+                rows = (row for row in self._read(file, first_row - 1) if (row.number - 1) % sharers == nth)
                 for group in text.group_rows(rows, LANE_BATCH):
                     has_rows = True
                     yield (epoch, k), file.name, group
@@ -406,26 +424,27 @@ class Stream:
 
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
-        T, (given, *place, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
+        T, start = self.config.seq_len, self.positions.get(str(lane), Position())
+        given, offset = start.given, start.token
         tokens = np.zeros(0, np.uint32)  # not in any row yet; at most T of them are of earlier documents
-        encoded = text.encode(self._jobs(lane, *place), self.encoder, self.workers, 1, bad, "text")
-        for place, row, ids, _, skipped in encoded:
+        encoded = text.encode(self._jobs(lane, start), self.encoder, self.workers, 1, start.bad, "text")
+        for (epoch, file), row, ids, _, bad in encoded:
             offset -= len(tokens)  # between the beginnings of the document and of `tokens`
             tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
             while len(tokens) > T:
                 given, offset = given + 1, offset + T
-                yield tokens[: T + 1], [given, *place, row.number, offset, skipped]
+                yield tokens[: T + 1], Position(given, epoch, file, row.number, offset, bad)
                 tokens = tokens[T:]
             offset = 0
 
     def _take(self, number):
-        turn, lane = divmod(number, self.config.lanes)
+        before, lane = divmod(number, self.config.lanes)  # rows of the lane before this one, and the lane
         try:
             # The rows before it belong to other ranks.
-            tokens, position = next(row for row in self.lanes[lane] if row[1][0] > turn)
+            tokens, position = next(row for row in self.lanes[lane] if row[1].given > before)
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may not have met it
-        assert position[0] == turn + 1
+        assert position.given == before + 1
         self.positions[str(lane)] = position
         return tokens
 
@@ -441,8 +460,8 @@ class Stream:
     def where(self, number: int) -> str:
         """The current file and row of the row's lane."""
         lane = number % self.config.lanes
-        _, epoch, file, row, *_ = self.positions.get(str(lane), (0,) * 6)
-        return f"{self._files(lane, epoch)[file].name} near row {row} (lane {lane}, epoch {epoch})"
+        at = self.positions.get(str(lane), Position())
+        return f"{self._files(lane, at.epoch)[at.file].name} near row {at.row} (lane {lane}, epoch {at.epoch})"
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:

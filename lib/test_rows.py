@@ -329,7 +329,7 @@ def write_chats(path, messages):
 
 def epoch(loader) -> list[Batch]:
     """The micro-batches of one epoch, or a little more."""
-    return list(itertools.chain.from_iterable(itertools.islice(loader, -(-loader.rows // loader.step_rows))))
+    return list(itertools.chain.from_iterable(itertools.islice(loader, -(-loader.epoch_rows // loader.step_rows))))
 
 
 def documents(batches) -> list[tuple[list[int], list[int]]]:
@@ -419,4 +419,5 @@ def test_data_is_opened_once(tmp_path, monkeypatch):
         function = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     loader, val_loader = open_checked(chat_config(path))
-    assert sorted(calls) == ["_open_shards", *["find_shard"] * 2, *["pack"] * 2] and loader.rows > val_loader.rows
+    assert sorted(calls) == ["_open_shards", *["find_shard"] * 2, *["pack"] * 2]
+    assert loader.epoch_rows > val_loader.epoch_rows

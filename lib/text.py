@@ -377,13 +377,13 @@ class Shard(NamedTuple):
     path: str
     tokens: int
     width: int  # bytes per token
-    begin: int = 0  # bytes before the first token
+    offset: int = 0  # bytes before the first token
     sha256: str = ""  # of the file, if index.json records it
     first: int = 0  # the number of the first token in the file
 
     def part(self, start: int, stop: int) -> "Shard":
         """Tokens start ... stop - 1."""
-        return self._replace(tokens=stop - start, begin=self.begin + self.width * start, first=self.first + start)
+        return self._replace(tokens=stop - start, offset=self.offset + self.width * start, first=self.first + start)
 
 
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
