@@ -421,10 +421,13 @@ def _refuse_without_effect(values: dict) -> None:
     streams = values["stream"] or any("://" in entry for entry in values["data"] + values["val_data"])
     given = {name for name, value in values.items() if value not in ("", "off", 0)}
     given |= {"stream"} if streams else set()
+    wrong = []
     for name, needed in NEEDS.items():
         missing = [flag for flag in needed if flag not in given]
         if missing and values[name] not in (getattr(Config, name), 0):
-            raise UserError(f"--{name} has no effect without --{missing[0]}: add it, or remove --{name}")
+            wrong.append(f"--{name} has no effect without --{missing[0]}: add it, or remove --{name}")
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def _settle_model(values: dict) -> None:

@@ -56,7 +56,7 @@ case $verb in
     environment run ;;
   *)
     python=$PWD/.venv/bin/python
-    [[ -x $python ]] || python=python3 ;;
+    [[ -x $python ]] || python=$(command -v python3) || complain 'python3 was not found: bash launch.sh setup' ;;
 esac
 cluster=$(pwd -P)/launch/cluster.py
 cd -- "$stand"

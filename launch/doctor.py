@@ -217,9 +217,8 @@ def check_command(job: dict, hosts: list[Host]) -> list[str]:
 
 def verb_sync(words: list[str]) -> None:
     """Copies code and environment to all hosts at once."""
+    Parser({"--hosts": FLAGS["--hosts"]}, prog="launch.sh sync", add_help=False).parse_args(words)
     hosts, job = read_job(words)
-    if job["words"] is not DEFAULT:
-        raise UserError(f"sync takes --hosts, not {shlex.join(job['words'])}")
     away = [host for host in hosts if not host.local]
     refuse(list(filter(None, on_all(lambda host: copy_files(host, job), away))))
 
