@@ -1,10 +1,11 @@
 """From rows to batches: the order of rows, mixtures, the position in the data; and the commands for data.
 
-A row is seq_len tokens and their successors. The shards of a split are one long sequence of tokens; row i begins at
-token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i). It is computed when
-it is needed, and never stored. Sample n is the n-th row of that order, from 0. Let R = batch_tokens / seq_len: step s,
-from 1, trains on samples (s - 1) R ... s R - 1. Ranks, micro-batches and resumes do not change this, so the position is
-one integer. A stream adds a few integers per lane. In a mixture, `turns` decides which source gives the next sample.
+A row is seq_len tokens and their successors. The shards of text of a split are one long sequence of tokens; row i
+begins at token i * seq_len. Conversations are packed into rows. Rows are visited in a random order that is a pure
+function of (seed, epoch, i). It is computed when it is needed, and never stored. Sample n is the n-th row of that
+order, from 0. Let R = batch_tokens / seq_len: step s, from 1, trains on samples (s - 1) R ... s R - 1. Ranks,
+micro-batches and resumes do not change this, so the position is one integer. The files of a stream are dealt to lanes
+(lib/rows.py), and each lane adds its position. In a mixture, `turns` decides which source gives the next sample.
 lib/rows.py reads the rows.
 
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
@@ -135,7 +136,7 @@ class Loader:
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
         rows = self.micro_batch * self.row_groups
-        # The rows of one lane fall on rows / gcd(rows, lanes) places of a micro-batch of all ranks.
+        # A lane's rows fall on rows / gcd(rows, lanes) places of a micro-batch of all ranks. So many ranks read it:
         readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
         if readers > 1 and not val:
             log.warning(
@@ -265,7 +266,9 @@ class Loader:
         """The numbers of the samples of the step that begins with sample `first`. The last step of --epochs ends with
         its epoch."""
         stop = first + self.step_rows
-        return np.arange(first, min(stop, self.end) if first < self.end else stop)
+        if first < self.end:
+            stop = min(stop, self.end)
+        return np.arange(first, stop)
 
     def _rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> (source, row in the source) of each sample."""
@@ -275,7 +278,9 @@ class Loader:
                 epochs, in_epoch = np.divmod(row, s.count)
                 for epoch in np.unique(epochs[source == i]):
                     now = (source == i) & (epochs == epoch)
-                    key = f"{self.config.seed}/{epoch}" + f"/{i}" * (i > 0)
+                    key = f"{self.config.seed}/{epoch}"
+                    if i:  # the first source has the order that it has alone
+                        key += f"/{i}"
                     row[now] = permute(in_epoch[now], s.count, key)
         return source, row
 
@@ -313,11 +318,10 @@ class Loader:
             tokens[ours], targets[ours], begins[ours] = s.rows(row[ours])
         arrays = tokens[:, self.columns], targets[:, self.columns], begins, source
         out = []
-        for tokens, targets, begins, source in zip(
-            *(torch.from_numpy(array).split(self.micro_batch) for array in arrays), strict=True
-        ):
+        parts = (torch.from_numpy(array).split(self.micro_batch) for array in arrays)
+        for *tokens_and_targets, begins, source in zip(*parts, strict=True):
             positions, documents = _positions(begins) if self.separate else (None, None)
-            out.append(Batch(tokens, targets, positions, documents, source if len(self.sources) > 1 else None))
+            out.append(Batch(*tokens_and_targets, positions, documents, source if len(self.sources) > 1 else None))
         return out
 
 
@@ -369,7 +373,7 @@ def merge_positions(states: list[dict]) -> dict:
     for source, lanes in merged.get("lanes", {}).items():
         for state in states[1:]:
             for lane, position in state["lanes"][source].items():
-                lanes[lane] = max(position, lanes.get(lane, position))  # the later one: it begins with the rows given
+                lanes[lane] = max(position, lanes.get(lane, position))  # the later one: rows given come first
     return merged
 
 

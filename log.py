@@ -246,7 +246,7 @@ class Log:
 
     def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
         """Writes flags.json, env.json and the head of the log. data, val_data: the Loaders.
-        predicted: plan.record, to be compared with measured values."""
+        predicted: plan.predict_record, to be compared with measured values."""
         if self.ranks.rank:
             return
         self.predicted = predicted

@@ -155,6 +155,7 @@ def _build(config: Config, cuda: bool, sharded: bool) -> Transformer:
     if config.fp8 != "off":
         fp8.convert(model, config, META)
     lora.convert(model, config)
+    shard.set_dtypes(model, DTYPES[config.param_dtype])
     if sharded:
         model.to(dtype)
     even = functools.partial(_even_parts, _tokens(config) * model.config.top_k)

@@ -86,6 +86,7 @@ class Attention(nn.Module):
         self.part = WHOLE  # shard.share_rows sets it
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
+        """x [B, T, D] -> the same. mask: see attention.attention; for packed back-ends the offsets of documents."""
         B, T, _ = x.shape
         qkv = self.qkv_proj(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2K, h]
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 2)
@@ -140,7 +141,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class _Reorder(torch.autograd.Function):
     """x [N, D], index [N k] -> x[index]. `back` [N k] lists the places of the k copies of each row. The backward pass
     gathers the gradients from these places and adds them in a fixed order; plain indexing adds them in any order. With
-    k = 1, index and back are inverse permutations, and swapping them undoes the reordering."""
+    one copy of each row, index and back are inverse permutations, and swapping them undoes the reordering."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -216,7 +217,7 @@ class Block(nn.Module):
 
 
 # Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little if a
-# chunk has 5 times as many bytes as the gradient. A chunk has between CHUNK_BYTES / 5 and CHUNK_BYTES.
+# chunk may have 5 times as many bytes as the gradient. Its limit is between CHUNK_BYTES / 5 and CHUNK_BYTES.
 CHUNK_BYTES = 2**29
 
 
@@ -256,7 +257,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-HEAD_ROWS = {"cuda": 64, "meta": 64}  # a GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes
+# A GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes. meta: memory.py counts a GPU's memory.
+HEAD_ROWS = {"cuda": 64, "meta": 64}
 
 
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -267,8 +269,8 @@ def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so the
-    [N, V] logits never exist, neither now nor saved for the backward pass.
+    """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so only
+    one chunk of the [N, V] logits exists at a time, and none is saved for the backward pass.
 
     Cross-entropy sees the V columns of the vocabulary. `padded` adds columns of zeros, which it does not touch: so they
     are zero in the gradient of the logits, too. The gradient of the weight leaves them out."""
@@ -359,8 +361,8 @@ class Transformer(nn.Module):
 
     dtype: of activations and matrix products. positions None: one causal sequence per row; else documents, each
     beginning where the position is 0, that never attend to each other. documents: their starts, int32, for the packed
-    back-ends (attention.py); left out, it is computed. With a `part` of several, tokens and targets are that part of
-    each row, positions and documents those of whole rows, and the loss is the part's."""
+    back-ends (attention.py); left out, it is computed. If shard.share_rows has set a `part` of each row, tokens and
+    targets are of that part, positions and documents of whole rows, and the loss is the part's."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
@@ -473,7 +475,8 @@ def random_init(
         first, last, _ = slices[0].indices(shape[0])
         begin, end = first * stride, max(first, last) * stride
         out = torch.full((end - begin,), 1.0 if std is None else 0.0)
-        for start in range(begin - begin % INIT_CHUNK, end, INIT_CHUNK) if std else ():
+        drawn = range(begin - begin % INIT_CHUNK, end, INIT_CHUNK) if std else ()  # the chunks that it overlaps
+        for start in drawn:
             key = hashlib.sha256(f"{seed}/{name}/{start // INIT_CHUNK}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             values = torch.empty(min(INIT_CHUNK, math.prod(shape) - start)).normal_(0.0, std, generator=generator)

@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
 class Nf4Linear(nn.Linear):
     """Has three buffers in place of the weight: codes, scales and pairs, as dequantize takes them."""
 
-    dequantize = staticmethod(dequantize)  # looked up on self, so that plan.py can count it as one kernel
+    dequantize = staticmethod(dequantize)  # looked up on self, so that memory.py can count it as one kernel
     recomputed = False  # whether checkpointing computes the layer again: a compiler keeps the products of a Function
 
     def forward(self, x: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ class Optimizer:
 
     def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
         """The arguments of the rule that change from step to step, as scalars on the device: a number would be compiled
-        anew, and an .item() would wait. step: the number of this update."""
+        anew, and an .item() would wait. step: the number of this update. A rule may need others, as AdamW's does."""
         lr = group["lr"]
         return {"lr": torch.full_like(step, lr), "decay": torch.full_like(step, 1.0 - lr * group["weight_decay"])}
 
@@ -420,13 +420,13 @@ class Muon(AdamW):
             return self._orthogonalized(stack, heights)
         from torch.distributed.tensor import DTensor, Shard
 
-        mesh, shape, stride, shards = stack.device_mesh, stack.shape, stack.stride(), stack.placements
-        by_expert = stack.ndim == 4 and shards[-1].is_shard(1)
-        wholes = shards if by_expert else [Shard(0)] * mesh.ndim
-        stack = stack.to(mesh.device_type).redistribute(placements=wholes)
+        mesh, shape, stride, sharded = stack.device_mesh, stack.shape, stack.stride(), stack.placements
+        by_expert = stack.ndim == 4 and sharded[-1].is_shard(1)
+        whole = sharded if by_expert else [Shard(0)] * mesh.ndim
+        stack = stack.to(mesh.device_type).redistribute(placements=whole)
         updates = self._orthogonalized(stack.to_local(), heights)
-        updates = DTensor.from_local(updates, mesh, wholes, shape=shape, stride=stride)
-        return updates.redistribute(placements=shards).to_local()
+        updates = DTensor.from_local(updates, mesh, whole, shape=shape, stride=stride)
+        return updates.redistribute(placements=sharded).to_local()
 
     def _orthogonalized(self, stack: Tensor, heights: tuple[int, ...]) -> Tensor:
         """The update of each fused matrix by itself."""

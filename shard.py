@@ -2,8 +2,8 @@
 
 The order is fixed, each step one call in train.py's `build`; its `fill` follows:
 
-    meta device -> FP8, LoRA -> share rows -> checkpointing -> compile each block -> activation offload -> fully_shard
-    -> to_empty -> tie weights
+    meta device -> FP8, LoRA, dtypes -> share rows -> checkpointing -> compile each block -> activation offload
+    -> fully_shard -> to_empty -> tie weights
 
 Checkpointing comes first, because the compiler must see it. Compilation comes before sharding, so that a compiled graph
 holds the computation without the gathering, and before activation offload, which the compiler must not see. Memory is
@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import nf4
 from attention import WHOLE, RowPart
@@ -115,6 +116,12 @@ def whole_rows(model: nn.Module) -> Iterator[None]:
         _set_part(model, part)
 
 
+def set_dtypes(model: nn.Module, param_dtype: torch.dtype) -> None:
+    """Gives trained parameters `param_dtype`, and frozen ones the compute dtype. In place, before they have values."""
+    for p in model.parameters():
+        p.data = p.data.to(param_dtype if p.requires_grad else model.dtype)
+
+
 # ---- activations: tensors that the forward pass keeps for the backward pass
 
 
@@ -127,12 +134,12 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
     for block in model.layers if mode != "none" else []:
         block.forward = _checkpointed(block.forward, options)
     for layer in nf4.layers(model).values():
-        layer.recomputed = mode == "block"
+        layer.recomputed = mode == "block"  # then it must not keep its product, see there
 
 
 def _checkpointed(forward: Callable, options: dict) -> Callable:
     def run(*args):
-        return checkpoint(forward, *args, use_reentrant=False, **options)
+        return recompute(forward, *args, use_reentrant=False, **options)
 
     return run
 
@@ -264,8 +271,8 @@ def shard_model(
     from torch.distributed.tensor import Shard
 
     replicas, size = mesh.shape
-    ends = [getattr(model, name, None) for name in ("embed_tokens", "lm_head")]
-    if None in ends or ends[0].weight is ends[1].weight:
+    ends = [model.embed_tokens, model.lm_head]
+    if ends[0].weight is ends[1].weight:
         ends = []
     units = [*ends[:1], *model.layers, *ends[1:], model]
     first_in_backward = {model, model.layers[-1]}  # needed again as soon as the forward pass ends
@@ -331,13 +338,13 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
 
 def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
     shape = layer.out_features, layer.in_features
-    for rows in _cut_rows(shape, 0, 1, FILL_BYTES // 2):  # in fp32 they take twice as much
+    for rows in _cut_rows(shape, 0, 1, FILL_BYTES // 2):  # values of two bytes
         layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
         progress.advance()
 
 
 def _everyone() -> Ranks:
-    """All ranks, which here tell each other of errors in the default group: `fill` knows no control group."""
+    """All ranks, which here tell each other of errors in the default group: this file is not given another one."""
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
 
 

@@ -18,7 +18,7 @@ from lib.folders import open_adapter, open_weights
 from lib.ranks import ALONE
 from lib.weights import export_model, load_model
 from model import MODELS, Linear, Transformer, random_init
-from shard import fill_parameters
+from shard import fill_parameters, set_dtypes
 from test_shard import fill
 from test_train import FAST, train, values
 from train import build
@@ -99,6 +99,7 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
         flags = f"--weights {base} --lora 3 --lora_targets q,v,up --quantize {quantize}"
         model = Transformer(BASE, torch.bfloat16)
         lora.convert(model, parse_args(flags.split()))
+        set_dtypes(model, torch.float32)
         adapters = random_init(BASE, {n: tuple(p.shape) for n, p in model.named_parameters()}, 3)
         fill_parameters(model, lora.join(read, adapters))
         for name, p in model.named_parameters():

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
     ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
-    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # of a stream that goes on
+    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # those that this run began with
     config = resolve(asked, ranks)
     if only_checks:
         return print_check(count_steps(asked, config, ranks), ranks)
@@ -151,9 +151,10 @@ def train(run: Run) -> None:
                 model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.end_step(details)
-            stops = run.agrees_to_stop(saver.failed)  # all ranks vote; the answer comes one step later
+            # All ranks vote; the answer comes one step later. A failed save stops them, and the save below raises it.
+            stops = run.agrees_to_stop(saver.failed)
             todo = actions_after(config, step, stops)
-            gradients.check(step, wait=todo.record)  # reports a non-finite loss before it is recorded or saved
+            gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
                 log.step(step, loss, grad_norm, lr, val_loss)
@@ -195,8 +196,8 @@ def train_step(
     model: Transformer, optimizer: Optimizer, micro_batches: list[Batch], lr: float, gradients: Gradients,
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
-    """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
-    scalars on the gradients' device; each micro-batch with the model's Details). All ranks must call."""
+    """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm, each micro-batch with
+    its Details). Loss and norm are those of all ranks, fp32 scalars on the gradients' device. All ranks must call."""
     weight_scales.refresh()  # of FP8
     local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
@@ -224,7 +225,8 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
     if config.fp8 != "off":
         logger.info(fp8.convert(model, config, ranks.device))
-    lora.convert(model, config)  # also without adapters: it gives all parameters their dtypes
+    lora.convert(model, config)
+    shard.set_dtypes(model, DTYPES[config.param_dtype])
     describe_model(model)
     offload = config.offload == "cpu"
     shard.share_rows(model, row_group)
@@ -253,7 +255,7 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
 @torch.no_grad()
 def evaluate(model: Transformer, data: Loader, run: Run) -> float:
     """Mean loss per trained token of the validation batches. All ranks must call."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)  # loss, trained tokens
     model.eval()  # the compute dtype, not FP8
     with run.phase("evaluation"):
         for micro_batches in data:

@@ -453,7 +453,7 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
             marks = bytes(on for c, on in zip(part, marks, strict=True) if c != MARK)
         new, offsets = tokenizer.encode_with_offsets(part.replace(MARK, ""), at == 0)
         ids += new
-        mask += _mask(offsets(), marks) if any(marks) else [0] * len(new)
+        mask += _mark_tokens(offsets(), marks) if any(marks) else [0] * len(new)
         if match:
             ids.append(tokenizer.control[match[0]])
             mask.append(trained[match.start()])
@@ -461,7 +461,7 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
     return ids, mask
 
 
-def _mask(offsets: list[tuple[int, int]], trained: bytes) -> list[int]:
+def _mark_tokens(offsets: list[tuple[int, int]], trained: bytes) -> list[int]:
     """1 for each token with a trained character. Some tokenizers leave white space out of a token's place, and bytes of
     one character may have places without a character, so a token begins where the one before it ends."""
     ends = [*accumulate((max(begin + 1, end) for begin, end in offsets), max)]

@@ -25,7 +25,6 @@ import model as transformer
 import nf4
 from lib.errors import UserError
 from model import Transformer, initial_std, random_init
-from optim import DTYPES
 from shapes import ModelConfig
 
 PARTS = {
@@ -47,7 +46,6 @@ class Settings(Protocol):
     lora_alpha: float
     lora_targets: tuple[str, ...]
     quantize: str
-    param_dtype: str
     seq_len: int
     seed: int
 
@@ -119,16 +117,10 @@ def layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def convert(model: Transformer, config: Settings) -> None:
-    """Adds the adapters of --lora, freezes all other parameters, quantizes those of --quantize, and sets the dtype of
-    the others: frozen ones get the compute dtype. In place, before the parameters have values, and after a conversion
-    to FP8, which applies to the frozen weights."""
-    if config.lora:
-        _add_adapters(model, config)
-    for p in model.parameters():
-        p.data = p.data.to(DTYPES[config.param_dtype] if p.requires_grad else model.dtype)
-
-
-def _add_adapters(model: Transformer, config: Settings) -> None:
+    """Adds the adapters of --lora, freezes all other parameters, and quantizes those of --quantize. In place, before
+    the parameters have values, and after a conversion to FP8, which applies to the frozen weights."""
+    if not config.lora:
+        return
     known = sizes(model.config)
     model.requires_grad_(False)
     for name, m in model.named_modules():
