@@ -512,7 +512,9 @@ def refuse_empty(run: Path) -> None:
 
 def keep_lanes(config: Config) -> Config:
     """--lanes 0 becomes the number in the checkpoint that the run resumes, if there is a checkpoint."""
-    for folder in _candidates(config) if not config.lanes else ():
+    if config.lanes:
+        return config
+    for folder in _candidates(config):
         if manifest := read_json(folder / "manifest.json"):
             return replace(config, lanes=manifest.get("config", {}).get("lanes", LANES))
     return config

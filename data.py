@@ -152,7 +152,9 @@ class Loader:
 
     def _size(self):
         tokens = sum(s.tokens for s in self.stored)
-        return " and ".join([f"{tokens} tokens"] * bool(tokens) + ["a stream"] * bool(self.streams))
+        if not self.streams:
+            return f"{tokens} tokens"
+        return f"{tokens} tokens and a stream" if tokens else "a stream"
 
     def summary(self, val: "Loader | None") -> list[str]:
         """Lines for the head of the log."""
@@ -168,7 +170,7 @@ class Loader:
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
         parts = [row for s in self.sources for row in s.describe()]
-        return parts + [{"mixture": self.mixture}] * (len(self.mixture) > 1)
+        return parts if len(self.mixture) == 1 else [*parts, {"mixture": self.mixture}]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -427,7 +429,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
             if not any(trained):
                 out.append(f"--- {stop - start} places filled up, not trained on")
                 continue
-            out += ["--- document"] * (len(starts) > 1)
+            if len(starts) > 1:
+                out.append("--- document")
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
             out.append(decode_marked(tokenizer, tokens, [False, *trained], colour))
         yield "\n".join(out)

@@ -154,8 +154,9 @@ def generate_text(
     """The text after a prompt, in pieces: a piece for each new token before the first id of `stop`, then the rest of an
     incomplete character. continues: the prompt ends within the text. how: arguments of `sample`."""
     decode = tokenizer.decoder()
-    for token in prompt if continues else ():  # without them, the space before the first word would be missing
-        decode(token)
+    if continues:
+        for token in prompt:  # without them, the space before the first word would be missing
+            decode(token)
     for new in sample(model, torch.tensor([prompt]), **how):
         token = new.item()
         if token in stop:

@@ -128,10 +128,12 @@ def set_dtypes(model: nn.Module, param_dtype: torch.dtype) -> None:
 def checkpoint_activations(model: nn.Module, mode: str) -> None:
     """block: each block keeps its input only and computes the rest again in the backward pass (arXiv 1604.06174);
     selective: it also keeps the outputs of its matrix products and of attention."""
+    if mode == "none":
+        return
     options = {}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, torch_private.expensive_operators())
-    for block in model.layers if mode != "none" else []:
+    for block in model.layers:
         block.forward = _checkpointed(block.forward, options)
     for layer in nf4.layers(model).values():
         layer.recomputed = mode == "block"  # then it must not keep its product, see there
@@ -293,10 +295,11 @@ def shard_model(
             unit.set_force_sum_reduction_for_comms(True)  # plain sums: gloo has no scaled ones
         unit.set_unshard_in_backward(unit not in ends)
     in_order = [model, *units[:-1]]  # the rest of the model is gathered first
-    for i, unit in enumerate(in_order if prefetch else []):
-        unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
-        # The backward pass runs in reverse. It gathers the rest of the model, entry 0, when it begins.
-        unit.set_modules_to_backward_prefetch(in_order[max(1, i - prefetch) : i][::-1])
+    if prefetch:
+        for i, unit in enumerate(in_order):
+            unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
+            # The backward pass runs in reverse. It gathers the rest of the model, entry 0, when it begins.
+            unit.set_modules_to_backward_prefetch(in_order[max(1, i - prefetch) : i][::-1])
     register_fsdp_forward_method(model, "logits")
     logger.info("Wrapped model with FSDP")
 

@@ -458,7 +458,7 @@ def _read_layers(values, row, n_layers):
         raise ValueError(f"no_rope_layers has {len(rotates)} entries, expected {n_layers}")
     first = _read_field(values, "max_window_layers", int) if "max_window_layers" in row.defaults else 0
     expected = [FULL] * n_layers
-    for i in range(first, n_layers) if window else ():
+    for i in range(first if window else n_layers, n_layers):
         if not (rotates[i] and "no_rope_layers" in row.defaults):  # there, layers with RoPE have no window
             expected[i] = row.windows[i % len(row.windows)]
     types = values.get("layer_types") or expected

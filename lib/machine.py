@@ -225,7 +225,9 @@ def _control_groups(root: Path) -> Iterator[Path]:
     """The folders of this process's control groups and their parents. In a container whose paths are the host's, only
     the folder where they start exists: it is the container's group."""
     groups = root / "proc/self/cgroup"
-    for row, start in GROUPS if groups.exists() else ():
+    if not groups.exists():
+        return
+    for row, start in GROUPS:
         for path in re.findall(row, groups.read_text(), re.M):
             folder = root / "sys/fs/cgroup" / start / path
             yield from (folder, *folder.parents)

@@ -463,7 +463,8 @@ def _resume(sources, encoder, out, key):
         "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
     }
     others = sorted({*os.listdir(out)} - {".lock", INDEX})
-    for line in (out / PROGRESS).read_text().split("\n") if PROGRESS in others else ():
+    lines = (out / PROGRESS).read_text().split("\n") if PROGRESS in others else []
+    for line in lines:
         with contextlib.suppress(ValueError):  # a kill may have cut a line
             record = json.loads(line)
             if record.get("key") == key:
