@@ -316,7 +316,7 @@ def learning_rate(config: Settings, step: int) -> float:
     if config.schedule == "wsd":  # decay_steps is a length: the rate falls in the last steps
         length = decay_steps or 0.2 * steps
         begin, end = steps - min(length, steps - warmup), steps
-    else:  # it is the step at which the decay ends
+    else:  # decay_steps is the last step of the decay
         begin, end = warmup, decay_steps or steps
     progress = min(max((done - begin) / max(end - begin, 1), 0.0), 1.0)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))

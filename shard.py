@@ -352,7 +352,7 @@ def _everyone() -> Ranks:
 
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:
-    """fill_parameters for tensors by name, of which all are sharded, or none."""
+    """fill_parameters for tensors by name: either all are sharded, or none."""
     source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
     kept = sum(local(tensor).numel() for _, tensor in named)  # by this rank
     done, seconds, reported, begin = 0, 0.0, 0.0, time.perf_counter()

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
     ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
-    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # those that this run began with
+    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # a resume keeps its lanes
     config = resolve(asked, ranks)
     if only_checks:
         return print_check(count_steps(asked, config, ranks), ranks)
@@ -197,7 +197,7 @@ def train_step(
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm, each micro-batch with
-    its Details). Loss and norm are those of all ranks, fp32 scalars on the gradients' device. All ranks must call."""
+    its Details). Loss and norm count all ranks: fp32 scalars on the gradients' device. All ranks must call."""
     weight_scales.refresh()  # of FP8
     local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):

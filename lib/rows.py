@@ -338,7 +338,7 @@ class ChatRows(ShardRows):
 
 
 class Position(NamedTuple):
-    """Where a lane goes on. A checkpoint stores it as a list."""
+    """The place of a lane after its last row. A checkpoint stores it as a list."""
 
     given: int = 0  # rows of the lane, since the run began
     epoch: int = 0
