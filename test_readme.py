@@ -4,12 +4,14 @@ that guide/8 prints work. Each recipe trains a tiny model, and its header states
 import ast
 import contextlib
 import gzip
+import io
 import json
 import math
 import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,8 +30,9 @@ import golden
 import plan
 import run as bench
 import test_parity
+import train
 from config import parse_args, with_recipes
-from lib.errors import Parser
+from lib.errors import Parser, exit_status
 from lib.families import config_json
 from lib.files import ROOT
 from lib.test_tokenizer import _json, _write
@@ -37,8 +40,9 @@ from lib.tokenizer import load_tokenizer
 from lib.weights import export_model
 from model import MODELS, Transformer, flops_per_token
 from test_config import copy_sources
-from test_download import TOKEN, FakeHub
-from test_shard import fill, run_ranks
+from test_download import serve
+from test_shard import fill, skip_plots
+from test_train import train_in_turn
 
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "BENCHMARKS")]
 PAGES += sorted((ROOT / "guide").glob("*.md"))
@@ -205,11 +209,28 @@ def test_spelling():
 # ---- the six commands of README.md, from a chat file to a talking model
 
 
-def run_python(code: str, folder: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess:
-    env = os.environ | env | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done
+MAINS = {"download.py": download.main, "data.py": data.main, "train.py": train.main, "generate.py": generate.main}
+
+
+@pytest.fixture
+def run_commands(tmp_path, monkeypatch):
+    """run_commands(commands, text to be typed) -> what each printed on stdout. In this process: each of them by itself
+    would import torch again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
+    skip_plots(monkeypatch.setattr)
+
+    def run(commands: list[list[str]], typed: str = "") -> list[str]:
+        outputs = []
+        for _, script, *argv in commands:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                assert exit_status(MAINS[script], argv) == 0, (script, argv)
+            outputs.append(out.getvalue())
+        return outputs
+
+    yield run
+    signal.set_wakeup_fd(-1)
 
 
 TOWNS = "Arlo Bexa Cimar Dorne Elta Fyn Gandor Hesk Ilyra Jupa Kolm Lenza Mirth Nacre Orlan Pell Quist Runa Sabel Tarn"
@@ -217,23 +238,9 @@ GOODS = "red blue oak iron salt corn gold silk rain wool fish wine coal tea jade
 OPENINGS = ("", "Please say: ", "I forgot. ", "Quick one: ", "Hello! ")
 FORMS = ("What does {} sell?", "Which thing is sold in {}?", "{} is known for what?")
 # Flags that make the printed commands fit a tiny model
-TINY = "--seq_len=128 --micro_batch=8 --steps=60 --lr=3e-3 --eval_every=0 --compile=none --dtype=fp32 --log_every=40"
+TINY = "--seq_len=128 --micro_batch=8 --steps=60 --lr=5e-3 --eval_every=0 --compile=none --dtype=fp32 --log_every=40"
 
 ADAPT = "--data=chats.jsonl --lora=16 --lora_targets=all --lr=1e-2 --steps=80 --eval_every=80"
-
-# The commands in one process: each of them by itself would import torch again.
-SIX = """
-import contextlib, importlib, io, json, sys
-from lib.errors import exit_status
-outputs = []
-for _, script, *argv in {commands}:
-    sys.argv, sys.stdin = [script, *argv], io.StringIO({typed!r})
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = exit_status(importlib.import_module(script.removesuffix(".py")).main, argv)
-    assert not status, (script, argv)
-    outputs.append(out.getvalue())
-open("outputs.json", "w").write(json.dumps(outputs))
-"""
 
 
 def write_chats(path: Path, goods: list[str]) -> dict[str, str]:
@@ -257,7 +264,7 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path):
+def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path, run_commands):
     """A model that knows other facts learns the 20 facts, with either kind of frozen weights; and four bits change the
     validation loss by less than another seed does."""
     facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
@@ -270,36 +277,29 @@ def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path):
         runs.append([*train, "base/hf", *ADAPT.split(), f"--quantize={quantize}", f"--seed={seed}", "--out", out])
     for out in ("none", "nf4"):
         runs += [["python", "generate.py", "--run", f"{out}/hf", *ask, question] for question in facts]
-    copy_sources(tmp_path)
-    run_python(SIX.format(commands=runs, typed=""), tmp_path, {})
-    answers = [text.strip() for text in json.loads((tmp_path / "outputs.json").read_text())[4:]]
+    answers = [text.strip() for text in run_commands(runs)[4:]]
     for part in (answers[:20], answers[20:]):
         assert sum(answer == fact for answer, fact in zip(part, facts.values(), strict=True)) >= 18, part
     none, seed, nf4 = (losses(tmp_path / out)[-1]["val_loss"] for out in ("none", "seed", "nf4"))
     assert abs(nf4 - none) < abs(seed - none), (none, seed, nf4)
 
 
-def test_six_commands_teach_a_model_to_talk(tmp_path):
+def test_six_commands_teach_a_model_to_talk(tmp_path, monkeypatch, run_commands):
     """As they are printed, but for the launcher, which has tests of its own, and with small sizes: 20 facts, each in 10
     of 15 phrasings, are told when they are asked for in an eleventh."""
     facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
     write_model(tmp_path)
-    copy_sources(tmp_path)
     six = commands(ROOT / "README.md")[-6:]
     assert six[0][1] == "download.py" and len(facts) == 20
-    server = FakeHub(FakeHub())
-    model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    server.repos = server.cdn.repos = {"models/Qwen/Qwen3-0.6B": model}
-    hub = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
     for words in six:
         if words[0] == "bash":
             words[:2] = ["python", "train.py"]
         words += TINY.split() if words[1] == "train.py" else []
     ask = six[4][: six[4].index("--prompt") + 1]
-    code = SIX.format(commands=six + [[*ask, question] for question in facts], typed=f"{next(iter(facts))}\n")
-    run_python(code, tmp_path, hub)
-    outputs = json.loads((tmp_path / "outputs.json").read_text())
-    server.shutdown()
+    model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with serve(tmp_path, monkeypatch, {"models/Qwen/Qwen3-0.6B": model}):
+        questions = [[*ask, question] for question in facts]
+        outputs = run_commands(six + questions, typed=f"{next(iter(facts))}\n")
     assert "[[It is " in outputs[1]
     first, second = outputs[4].split("> And why?")
     assert first.startswith("> What is it?") and "It is" in first and "It is" in second
@@ -307,10 +307,16 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     reports = sum(answer == fact for answer, fact in zip(answers, facts.values(), strict=True))
     assert reports >= 18, answers
     assert outputs[5].strip() == answers[0]
-    talk = transformers.pipeline("text-generation", model=str(tmp_path / "runs/chats/hf"))
+    hf = tmp_path / "runs/chats/hf"
+    theirs, model = (
+        transformers.AutoTokenizer.from_pretrained(hf),
+        transformers.AutoModelForCausalLM.from_pretrained(hf),
+    )
     for question, answer in list(zip(facts, answers, strict=True))[:3]:
-        output = talk([{"role": "user", "content": question}], max_new_tokens=30, do_sample=False)[0]["generated_text"]
-        assert output[-1] == {"role": "assistant", "content": answer}  # and not a word more
+        ask = [{"role": "user", "content": question}]
+        prompt = theirs.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        output = model.generate(prompt, max_new_tokens=30, do_sample=False)[0, prompt.shape[1] :]
+        assert theirs.decode(output) == f"{answer}<|im_end|>"  # and not a word more
 
 
 # ---- the changes that guide/8 prints
@@ -413,7 +419,9 @@ def test_the_five_changes_work_together(tmp_path):
         assert not done.returncode, done.stdout.decode()
     words = [shlex.split(line)[2:] for line in re.findall(r"^python train.py .*", page, re.M)]
     assert len(words) == 4
-    done = run_python(INSIDE, tmp_path, {}, json.dumps(words))
+    command, env = [sys.executable, "-c", INSIDE, json.dumps(words)], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert "No export to hf/" in done.stdout
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert [r["loss"] for r in whole] == [r["loss"] for r in parts] and len(whole) == 4
@@ -429,8 +437,8 @@ RECIPES = [name for name in EVERY if name not in WITH_DATA]
 CHATS = [name for name in WITH_DATA if "sft" in name or "lora" in name]
 FRESH = ["--weights=", "--load=direct"]  # the real weights are not on this machine
 # Sizes of 0 are those of the tiny model.
-SHORT = "--seq_len=64 --micro_batch=1 --batch_tokens=0 --steps=2 --eval_batches=1 --sample_every=0 --log_every=1 "
-SHORT += "--eval_every=2 --vocab_size=0 --dim=0 --n_layers=0 --n_heads=0 --n_kv_heads=0 --ffn_dim=0 --compile=none"
+SHORT = "--seq_len=64 --micro_batch=1 --batch_tokens=0 --steps=1 --eval_batches=1 --sample_every=0 --log_every=1 "
+SHORT += "--eval_every=1 --vocab_size=0 --dim=0 --n_layers=0 --n_heads=0 --n_kv_heads=0 --ffn_dim=0 --compile=none"
 
 
 def write_sources(folder: Path) -> dict[str, list[str]]:
@@ -462,28 +470,21 @@ def shorten(recipe: str, sources: dict[str, list[str]], out: Path) -> list[str]:
     return words + sources["text" if recipe in RECIPES else "chats" if recipe in CHATS else "stream"]
 
 
-def test_recipes_run_on_two_processes(tmp_path):
-    sources = write_sources(tmp_path)
-    runs = [shorten(recipe, sources, tmp_path / recipe / "run") for recipe in RUN]
-    code = f"""
-import train
-from config import parse_args
-from lib.run import Run
-ranks = init_ranks()
-for words in {runs!r}:
-    config = train.resolve(parse_args(words), ranks)
-    with Run(config, ranks) as run:
-        train.train(run)
-    assert run.exit_code == 0
-    barrier(ranks)
-leave(ranks)
-"""
-    run_ranks(2, code, str(tmp_path))
+def test_recipes_run_on_one_or_two_processes(tmp_path, run_commands):
+    """On one if they are made for one device."""
+    sources, runs = write_sources(tmp_path), {True: [], False: []}
+    for recipe in RUN:
+        alone = recipe == "default.args" or " on 1 x 1 " in (ROOT / "recipes" / recipe).read_text()
+        runs[alone].append(shorten(recipe, sources, tmp_path / recipe / "run"))
+    assert len(runs[True]) == 6
+    run_commands([["python", "train.py", *words] for words in runs[True]])
+    train_in_turn(*runs[False])
     for recipe in RUN:
         run = tmp_path / recipe / "run"
         records = losses(run)
-        assert [r["step"] for r in records] == [1, 2] and all(3 < r["loss"] < 7 for r in records)
-        assert [r["step"] for r in records if "val_loss" in r] == [2]
+        assert [r["step"] for r in records] == [1]
+        assert 3 < records[0]["loss"] < 7
+        assert 3 < records[0]["val_loss"] < 7
         if recipe in WITH_DATA:
             head, log = (ROOT / "recipes" / recipe).read_text(), (run / "log.txt").read_text()
             assert (".venv/bin/python -m pip install pyarrow" in head) == (".parquet" in head)
