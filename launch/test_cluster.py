@@ -316,18 +316,19 @@ def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, s
     assert f"the disk of {supervisor.out} is full" in supervisor.judge(cause)[1]
 
 
-@pytest.mark.parametrize("state, status, end", [
-    ("error", 2, "error: m\n"), ("failed", 1, "{}: failed at step 7: m\n"),
+@pytest.mark.parametrize("state, status, out, err", [
+    ("error", 2, "", "error: m\n"), ("failed", 1, "", "{}: failed at step 7: m\n"),
+    ("finished", 0, "{}: finished at step 7: m\n", ""),
 ])  # fmt: skip
-def test_how_a_run_ended_is_told(supervisor, capsys, monkeypatch, state, status, end):
+def test_how_a_run_ended_is_told(supervisor, capsys, monkeypatch, state, status, out, err):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # no prefix there
     follower = cluster.Follower(supervisor.out)
     (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
     supervisor.report("two\nlines\n")
     write_status(supervisor, state)
     assert follower.to_the_end() == status
-    expected = "Batch 20 Loss: 8.42184\nno prefix\ntwo\nlines\n", end.format(supervisor.out)
-    assert capsys.readouterr() == expected
+    lines = "Batch 20 Loss: 8.42184\nno prefix\ntwo\nlines\n"
+    assert capsys.readouterr() == (lines + out.format(supervisor.out), err.format(supervisor.out))
 
 
 def test_a_host_where_nothing_is_left_says_so(tmp_path):

@@ -81,8 +81,12 @@ for step in range(start + 1, steps + 1):
     say(f"Batch {step} Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100")
     time.sleep(0.1)
 if end == "crash" and rank == 1:
-    from torch.distributed.elastic.multiprocessing.errors import record
-    record(lambda: int("only this rank knows why"))()
+    try:
+        int("only this rank knows why")
+    except ValueError as e:  # as torch's `record` does, whose import takes seconds
+        error = {"message": f"ValueError: {e}", "extraInfo": {"timestamp": int(time.time())}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
+        raise
 while end == "crash":
     time.sleep(0.1)
     signals and sys.exit(1)
@@ -97,7 +101,7 @@ class Checkout:
             shutil.copytree(ROOT / name, folder / name)
         for name in ("launch.sh", "requirements.txt", "hosts"):
             shutil.copy(ROOT / name, folder / name)
-        self.replace("launch/cluster.py", "^LOOK, LOOK_OVER_SSH = .*", "LOOK, LOOK_OVER_SSH = 0.1, 0.2")
+        self.replace("launch/cluster.py", "^LOOK, LOOK_OVER_SSH = .*", "LOOK, LOOK_OVER_SSH = 0.1, 0.5")
         (folder / "train.py").write_text(FAKE_TRAIN)
         (folder / "config.py").write_text(FAKE_CONFIG)
         for name in ("bin", "tmp"):
@@ -184,41 +188,42 @@ def program(name: str, package: str) -> str:
 # ---- on this machine
 
 
-def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(checkout):
+def test_arguments_reach_train_as_typed_and_the_log_of_the_rank_that_failed_is_shown(checkout):
+    """Without tmux. Relative paths are meant from where the user stands."""
+    checkout.script(checkout.short / "bin" / "tmux", "exit 1")
     odd = ["two words", '"q"', "it's", "$HOME", ";", "a;", "*", "", "\\", '{"a": [1, 2]}', "\n", "{logs}", "--x={logs}"]
-    typed = ["--steps", "4", "--x", *odd]
-    stands = checkout.folder / "stands here"  # relative paths are meant from here
+    typed = ["--end", "crash", "--steps", "1", "--x", *odd]
+    stands = checkout.folder / "stands here"
     stands.mkdir()
-    status, out, err = checkout.launch("--nproc", "1", *typed, cwd=stands)
-    assert (status, err) == (0, "a line for the user\n")
+    status, out, err = checkout.launch("--nproc=2", *typed, cwd=stands)
+    assert status == 1
+    assert re.search(r"^a line for the user\n.*ValueError: invalid .*'only this rank knows why'\n$", err)
     log = (stands / "runs/default/log.txt").read_text()
     assert f"arguments {json.dumps(typed)}\n" in log
     assert f"in {stands}\n" in log
-    assert out.startswith("Started runs/default") and out.endswith("runs/default: finished at step 4\n")
+    assert f'environment ["2", null, {len(os.environ.get("HF_TOKEN", ""))}]' in log
+    assert out.startswith("Started runs/default")
     assert log in out  # every line, with its prefix, because this is not a terminal
+    assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
     assert "device=" not in out
-
-    for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
-        assert checkout.launch(*words, cwd=stands) == (0, "runs/default is finished\n", "")
-    assert checkout.launch("logs", cwd=stands) == (0, log + "runs/default: finished at step 4\n", "")
-    assert "finished" in checkout.says("status", "--out", "stands here/runs/default")
+    first, second = node.read_json(next(stands.glob("runs/default/logs/*/*/causes.json")))
+    assert first["what"] == f"rank 1 on {NAME} failed with status 1"
+    assert first["error"].startswith("ValueError: invalid")
+    assert second["what"] == f"rank 0 on {NAME} failed with status 1"
+    assert re.search("(?s)failed.*ended 1", checkout.says("status", "--out", "stands here/runs/default"))
+    assert "ValueError" in checkout.says("logs", "--out=stands here/runs/default/", status=1)
     assert not (checkout.folder / "runs").exists()
 
 
-def test_a_crash_without_tmux_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
-    checkout.script(checkout.short / "bin" / "tmux", "exit 1")
-    status, out, err = checkout.launch("--nproc=2", "--end", "crash", "--steps", "1")
-    assert status == 1
-    assert re.search(r"ValueError: invalid .*'only this rank knows why'\n$", err)
-    assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
-    assert f'environment ["2", null, {len(os.environ.get("HF_TOKEN", ""))}]' in out
-    first, second = node.read_json(next(checkout.run("default").glob("logs/*/*/causes.json")))
-    assert first["what"] == f"rank 1 on {NAME} failed with status 1" and first["error"].startswith(
-        "ValueError: invalid"
-    )
-    assert second["what"] == f"rank 0 on {NAME} failed with status 1"
-    assert re.search("(?s)failed.*ended 1", checkout.says("status"))
-    assert "ValueError" in checkout.says("logs", "--out=runs/default/", status=1)
+def test_a_finished_run_is_not_started_again(checkout):
+    """Which the run's own checks find, or, with --check, are asked for."""
+    run = checkout.run("default")
+    run.mkdir(parents=True)
+    node.write_json(run / "status.json", {"state": "finished", "step": 4})
+    (run / "log.txt").write_text("the last line\n")
+    for words in (["--steps", "4"], ["--check"]):
+        assert checkout.launch(*words) == (0, "runs/default is finished\n", "")
+    assert checkout.launch("logs") == (0, "the last line\nruns/default: finished at step 4\n", "")
 
 
 @pytest.mark.skipif(not shutil.which("tmux"), reason="no tmux")
@@ -367,8 +372,8 @@ def sshd(checkout):
         return f"{address}:{port}"
 
     (folder / "server").write_text(
-        f"HostKey {folder}/key\nAuthorizedKeysFile {folder}/key.pub\nSetEnv TMUX_TMPDIR={checkout.short}\n"
-        "StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\n"
+        f"HostKey {folder}/key\nAuthorizedKeysFile {folder}/key.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
+        f"PasswordAuthentication no\nSetEnv TMUX_TMPDIR={checkout.short} HOME={folder}\n"
     )
     (folder / "config").write_text(
         f"Host *\n IdentityFile {folder}/key\n IdentitiesOnly yes\n BatchMode yes\n ConnectTimeout 5\n"
