@@ -147,7 +147,7 @@ class Saver:
         self.config, self.ranks = run.config, run.ranks
         self.ranks_of_thread = replace(self.ranks, control=self.ranks.saving)
         self.base = base_fingerprint(self.config, self.ranks)
-        # After a fresh start (0) old checkpoints stay as they are.
+        # Checkpoints after `start` are damaged, or it would be a later one. A fresh start (0) has none, or keeps all.
         on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
         self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
 
@@ -367,8 +367,8 @@ def read_manifest(folder: Path) -> dict:
 
 
 def _layouts_of_format_3(rows: list[dict]) -> dict[str, Layout]:
-    """Converts the rows of files of a manifest that had each shard's place in them, in the order of ranks. Empty shards
-    were left out, which does not change where the others lie."""
+    """Format 3 stored the place of each shard in the row of its file; this collects them by tensor, in the order of
+    ranks. Empty shards were left out, which does not change where the others lie."""
     layouts = {}
     for row in rows:
         row["part"] = int(row["file"][5:10])
@@ -521,7 +521,7 @@ def keep_lanes(config: Config) -> Config:
 
 
 def _candidates(config: Config) -> list[Path]:
-    """Newest first. Refuses to start before the newest checkpoint of the run folder."""
+    """Newest first. UserError if --resume would ignore the newest checkpoint of the run folder."""
     existing = folders(Path(config.out))[::-1]
     if config.resume == "auto":
         return existing

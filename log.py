@@ -84,7 +84,7 @@ def describe_model(model: Transformer) -> None:
 
 
 class Times(NamedTuple):
-    """A rank's mean step in ms. data, wait: its parts that wait for data and within collectives."""
+    """A rank's mean step in ms. data: the part spent waiting for data; wait: the part within collectives."""
 
     host: str
     step: float
@@ -99,7 +99,7 @@ class TimedCollective:
         self.collective, self.timer = collective, timer
 
     def allocate(self, size, **options) -> Tensor:
-        self.timer.begin()  # with whole replicas, an all-reduce follows this call directly
+        self.timer.begin()  # FSDP calls only this before the all-reduce of whole replicas, whose hook calls end()
         return torch.empty(size, **options)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options):
@@ -195,9 +195,10 @@ def router_figures(sums: Tensor) -> dict[str, float]:
     model.Details.router_sums; a scalar if the model has no experts."""
     if not sums.dim():
         return {}
-    loads = sums[:-2].sum(0)
+    *layers, losses, tokens = sums
+    loads = sum(layers)
     shares = {f"expert_load_{e}": share.item() for e, share in enumerate(loads / loads.mean())}
-    return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | shares
+    return {"router_aux_loss": (losses[0] / tokens[0]).item()} | shares
 
 
 class Log:
@@ -274,9 +275,9 @@ class Log:
             lines.append("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
         logger.info("\n".join(lines))
 
-    def end_step(self, parts: list[tuple]) -> None:
-        """The update has been launched. parts: (Batch, model.Details) of each micro-batch, whose losses by source and
-        router statistics are summed on the device for the next record."""
+    def sum_details(self, parts: list[tuple]) -> None:
+        """Adds a step's losses by source and router statistics to the sums for the next record, on the device. parts:
+        (Batch, model.Details) of each micro-batch."""
         for batch, details in parts:
             if batch.sources is not None:
                 tokens = (batch.targets != IGNORE).sum(1)

@@ -148,7 +148,7 @@ def test_records(tmp_path, passes, monkeypatch):
         with clock.part("data"):
             passes(0.25)
         passes(9.75 if step == 1 else 1.75)
-        run.end_step([])
+        run.sum_details([])
         if step in (1, 5):
             with clock.part("saves"):
                 passes(40.0)
@@ -183,7 +183,7 @@ def test_losses_by_source_and_shares_of_experts(tmp_path, passes):
     details = SimpleNamespace(row_losses=torch.tensor([24.0, 16.0, 4.0]), router_sums=routers)
     for step in (1, 2):
         passes(1.0)
-        run.end_step([(batch, details), (batch, details)])
+        run.sum_details([(batch, details), (batch, details)])
         record(run, step)
     first, second = ({k: v for k, v in row.items() if k not in KEYS} for row in metrics(tmp_path))
     shares = {f"expert_load_{e}": (4 / 3 + 1 / 3) / 2 for e in range(3)} | {"expert_load_3": 1.5}

@@ -150,7 +150,7 @@ def train(run: Run) -> None:
             loss, grad_norm, details = train_step(
                 model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
-            log.end_step(details)
+            log.sum_details(details)
             # All ranks vote; the answer comes one step later. A failed save stops them, and the save below raises it.
             stops = run.agrees_to_stop(saver.failed)
             todo = actions_after(config, step, stops)

@@ -118,8 +118,9 @@ Notes = list[tuple[str, str]]  # for the log: (a difference between a row and it
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, Notes] | None:
     """-> (the messages of a row, {"role", "content": text} and more fields each; other inputs of its template; notes on
-    fields that nothing reads); None if the row is not a conversation. chat_fields: as --chat_fields names them. The
-    first of three chat_fields, else the row's own `system`, goes before the messages, unless it is null or empty."""
+    fields that nothing reads); None if the row is not a conversation. chat_fields: none, (user, assistant) or (system,
+    user, assistant). The system field, else the row's own `system`, goes before the messages, unless it is null or
+    empty."""
     named = chat_fields[-2:], *CHAT_FIELDS
     names = next((names for names in named if names and all(row.get(n) is not None for n in names)), None)
     if names is None:
@@ -326,7 +327,8 @@ def render_chat(
     _check_messages(messages)
     for message in messages:
         reasoning = [message.pop(name) for name in REASONING if name in message]
-        message.update({name: text for text in reasoning[:1] for name in REASONING[:2]})
+        if reasoning:
+            message |= dict.fromkeys(REASONING[:2], reasoning[0])
     inputs, messages = map_values([inputs or {}, messages], lambda text: _break_up(text, control))
 
     def render(messages, asks=False, inputs=inputs):
@@ -366,14 +368,15 @@ def _generated(text: str, messages: list[dict]) -> tuple[list[tuple[int, int]], 
     if 0 in weights and len(parts) != 2 * len(weights) + 1:
         raise UserError(f"Chat: {len(weights)} answers have weights, but the template marks {len(parts) // 2} texts")
     ends, count = [*accumulate(map(len, parts))], len(parts) // 2
-    spans = [(ends[2 * i], ends[2 * i + 1]) for i in range(count) if 0 not in weights[i : i + 1]]
+    weights += [1] * (count - len(weights))  # a template may mark more texts than there are answers
+    spans = [(ends[2 * i], ends[2 * i + 1]) for i in range(count) if weights[i] != 0]
     return spans, "".join(parts)
 
 
 def _answers(render: Render, messages: list[dict], text: str, control: re.Pattern) -> list[tuple[int, int]]:
     """The place of each answer that is trained on in the rendered text: from the end of the prompt for it to the end of
     the control token that closes it."""
-    spans = [(0, 0)]
+    spans = [(0, 0)]  # the empty one stands for an answer before the first
     for k, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
@@ -390,8 +393,8 @@ def _answers(render: Render, messages: list[dict], text: str, control: re.Patter
 
 
 def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[int, int] | None:
-    """The place of message k in a text that shows earlier messages otherwise than before this answer; None if the
-    template leaves it out. last_end: of the answer before it.
+    """The place of message k where the template renders earlier messages differently once later ones follow, for
+    example without their reasoning; None if it leaves the message out. last_end: of the answer before it.
 
     The conversation is rendered with another answer here: the characters that differ are the answer's words. The place
     begins behind the last copy of the prompt's end, from its last control token on, and ends with the next control
@@ -444,7 +447,7 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
     """-> (ids, mask). The text between two control tokens is encoded as ordinary text, without the white space that
     control tokens take. trained: 1 for each character that is trained on."""
     ids, mask, at, after = [], [], 0, ""
-    for match in (*control.finditer(text), None):
+    for match in (*control.finditer(text), None):  # None: the text after the last control token
         before, next_after = tokenizer.strips.get(match and match[0], ("", ""))
         part = text[at : match and match.start()].rstrip(before)
         start = at + len(part) - len(part.lstrip(after))
@@ -462,8 +465,9 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
 
 
 def _mark_tokens(offsets: list[tuple[int, int]], trained: bytes) -> list[int]:
-    """1 for each token with a trained character. Some tokenizers leave white space out of a token's place, and bytes of
-    one character may have places without a character, so a token begins where the one before it ends."""
+    """1 for each token with a trained character. Only the ends of places count: a token begins where the one before it
+    ends, because some tokenizers leave out white space. A byte of a character may have an empty place (i, i): it counts
+    as the character."""
     ends = [*accumulate((max(begin + 1, end) for begin, end in offsets), max)]
     mask = [0] * len(ends)
     for run in re.finditer(b"\1+", trained):

@@ -1,7 +1,6 @@
 """Supervises a run: its folder and lock, requests to stop, ranks that hang, and the report of its end.
 
-All ranks reach the same verdict at the same step. The host never waits for the device in every step, because a step's
-flags are read one step late."""
+All ranks decide the same at the same step. A vote is read one step late, so that no step waits for it."""
 
 import contextlib
 import faulthandler
@@ -34,7 +33,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 TOGETHER = 2.0  # seconds within which signals are one
 EXCHANGE = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than ranks.WATCHDOG
 ANSWER = 20.0  # seconds that a stopping rank waits for others
-ASK = 2.0  # seconds between two questions whether other ranks progress; they delay EXCHANGE, within ranks.WATCHDOG
+ASK = 2.0  # seconds between two questions whether other ranks progress; ASK + EXCHANGE is less than ranks.WATCHDOG
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
@@ -291,7 +290,7 @@ class Watchdog:
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds, or when no rank reports progress
-    (lib/progress.py) in another phase for LONG seconds: a rank may wait while another rank loads. Then every
+    (lib/progress.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Then every
     rank's watchdog writes its Python stacks to stderr, and the ranks exchange their positions through the store. So the
     rank that is behind is named even if all main threads are blocked."""
 
@@ -342,6 +341,7 @@ class Watchdog:
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
         if self.run.stop_reason and phase in ("start", "compile"):  # nothing is to be saved
+            # Of several ranks, status 1 makes torchrun end the others.
             self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
         since, limit = self.clock.since, timeout
         if phase not in ("steps", "data"):
@@ -350,7 +350,7 @@ class Watchdog:
         if now - since > limit:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             what = f"After step {self.clock.step}: no step has ended for {now - since:.0f} s, in phase {phase!r}"
-            self._end("; ".join([f"{what} (--timeout {timeout})", *self._find_behind()]))
+            self._end("; ".join([f"{what} (limit {limit} s; --timeout {timeout})", *self._find_behind()]))
 
     def _exchange_progress(self, now: float) -> None:
         """Reports whether this rank has made progress since the last call, and learns whether any rank has."""

@@ -19,7 +19,7 @@ from lib.errors import UserError
 from lib.test_tokenizer import _json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
-from lib.weights import write_files
+from lib.weights import write_tokenizer
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
 + '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""
@@ -147,7 +147,7 @@ def test_named_templates(tmp_path):
                 assert theirs.apply_chat_template(ask, tools=tools, return_dict=False) == ids
         export = tmp_path / f"hf-{kind}"
         export.mkdir()
-        write_files(ours, export, "llama")
+        write_tokenizer(ours, export, "llama")
         assert T.load_tokenizer(str(export)).templates == ours.templates == named
     ours, _ = _tokenizer(tmp_path / "none", "", config={"chat_template": rows[1:]})
     with pytest.raises(UserError, match="tool_use, rag, but none is called default"):

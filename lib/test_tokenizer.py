@@ -17,7 +17,7 @@ import transformers
 from lib import tokenizer as T
 from lib.chat import chat_template, render_chat
 from lib.errors import UserError
-from lib.weights import export_model, write_files
+from lib.weights import export_model, write_tokenizer
 from model import MODELS as SHAPES
 from model import Transformer
 from test_model import scramble
@@ -178,7 +178,7 @@ def test_sizes_of_tokens_add_up_to_the_bytes_of_the_text(kind, tmp_path):
 def test_bytes(tmp_path):
     """Also of the files that an export writes."""
     ours = T.load_tokenizer("bytes")
-    assert write_files(ours, tmp_path) == {"bos_token_id": 256, "eos_token_id": 257}
+    assert write_tokenizer(ours, tmp_path) == {"bos_token_id": 256, "eos_token_id": 257}
     theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), T.load_tokenizer(str(tmp_path))
     for text in STRINGS:
         ids = ours.encode(text)
@@ -306,7 +306,7 @@ def test_spaces_of_sentencepiece(kind, legacy, tmp_path):
     ours, hf = T.load_tokenizer(spec), tmp_path / "hf"
     _same_as_theirs(ours, spec)
     _write(hf, config__json={"model_type": "llama"})
-    write_files(ours, hf)
+    write_tokenizer(ours, hf)
     _same_as_theirs(ours, hf)
     again = T.load_tokenizer(str(hf))
     assert all(_render(again, text) == _render(ours, text) for text in ("the</s>the", " the</s> the"))
@@ -340,7 +340,7 @@ def test_every_special_token_is_a_control_token(settings, tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, **files))
     assert ours.control["<tool>"] == 1500 and 1500 not in ours.encode("<tool> a<tool>")
     _write(tmp_path / "hf", config__json={"model_type": "llama"})
-    assert write_files(ours, tmp_path / "hf")["pad_token_id"] == 3
+    assert write_tokenizer(ours, tmp_path / "hf")["pad_token_id"] == 3
     written = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     # Transformers 4 knows no TokenizersBackend, and no list of extra_special_tokens.
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"

@@ -332,7 +332,7 @@ def cores() -> int:
 def start_workers(processes: int) -> ProcessPoolExecutor:
     """Processes that import only the modules of the functions they run; they end when this process does."""
     main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is None:  # else each worker would import our script, and torch with it
+    if getattr(main, "__spec__", None) is None:  # with a spec, no worker imports our script, and torch with it
         main.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
     return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_worker)
 
@@ -487,8 +487,10 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
     held_out = set(documents[val_every - 1 :: val_every]) if val_every else ()  # empty if there are too few
 
     def read(i):
-        is_whole = held_out and sources[i].is_document
-        return sources[i].rows(first if i == start else 0, int(i in held_out) if is_whole else val_every)
+        every = val_every
+        if held_out and sources[i].is_document:
+            every = 1 if i in held_out else 0  # all of the file or nothing
+        return sources[i].rows(first if i == start else 0, every)
 
     rest = tqdm(range(start, len(sources)), unit=" files", disable=None, leave=False)
     jobs = ((i, sources[i].name, rows) for i in rest for rows in group_rows(read(i), BATCH))
@@ -503,7 +505,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
                 _write_shards(out, index, tokens, counts)
     train, val = tokens.values()
     if val_every and train and not val and not counts["val"] and 0 < len(ids) < len(train):
-        val += ids  # one document or conversation, of too few for val_every
+        val += ids  # too few for val_every: the last document or conversation
         del train[-len(ids) :]
     if not train and not val and not index["files"]:
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
@@ -534,10 +536,11 @@ def digest(files: list[TextFile], *made_with) -> str:
 
 
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
-    """A hash of everything that prepared tokens depend on."""
+    """A hash of everything that prepared tokens depend on. skip_bad is not part of it: more bad rows than it allows end
+    the call, and an interrupted call may continue with a larger one."""
     code = [Path(__file__).parent.joinpath(name).read_text("utf-8") for name in CODE]
-    tokenizer = load_tokenizer(encoder.tokenizer)
-    return digest(sources, encoder[1:4], tokenizer.fingerprint, tokenizer.templates, options, code)
+    tokenizer, fields = load_tokenizer(encoder.tokenizer), [encoder.text_field, encoder.chat, encoder.chat_fields]
+    return digest(sources, fields, tokenizer.fingerprint, tokenizer.templates, options, code)
 
 
 def verify(path: Path) -> Iterator[str]:

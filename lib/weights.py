@@ -1,8 +1,8 @@
 """Models from and to Hugging Face folders; the exports of a run, with the files of its tokenizer; adapters for PEFT.
 lib/folders.py names and reads the tensors.
 
-No value changes, so an export of an imported folder has the same bits. The ranks share the files; an export needs the
-memory of one file. Sources: as in lib/folders.py."""
+An export rounds values to its dtype only: in the dtype of an imported folder it has the same bits. The ranks share the
+files; an export needs the memory of one file. Sources: as in lib/folders.py."""
 
 import logging
 import math
@@ -56,9 +56,9 @@ def export(
     chat_format: str = "", replaces: bool = False, ranks: Ranks = ALONE, shard_gb: float = 5,
 ) -> None:  # fmt: skip
     """Writes a Hugging Face folder with values rounded to `dtype`. Each file is written by one rank. The folder gets
-    its name when it is complete. chat_format: see write_files. replaces: replace an earlier export. shard_gb: size of
-    a file (10^9 bytes; a larger tensor has its own). UserError: no family has this shape. All ranks must call; an error
-    on one rank is raised on all."""
+    its name when it is complete. chat_format: see write_tokenizer. replaces: replace an earlier export. shard_gb: size
+    of a file (10^9 bytes; a larger tensor has its own). UserError: no family has this shape. All ranks must call; an
+    error on one rank is raised on all."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
@@ -108,7 +108,7 @@ def _shard(rows, dtype, read):
 
 def _write_json_files(folder, split, config, tokenizer, chat_format):
     """Writes the tokenizer's files, the index, config.json and generation_config.json."""
-    ids = write_files(tokenizer, folder, chat_format) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
+    ids = write_tokenizer(tokenizer, folder, chat_format) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
     generation, ends = folder / "generation_config.json", {}
     if tokenizer and not chat_format and tokenizer.bos_id not in tokenizer.eos_ids:
         ends = {"eos_token_id": [*tokenizer.eos_ids, tokenizer.bos_id]}  # a document ends where the next one begins
@@ -191,7 +191,7 @@ def export_adapter(config: Settings, read: Read, folder: Path) -> None:
 # ---- the files of a tokenizer
 
 
-def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
     """Writes a tokenizer's files into a model's folder -> the ids of BOS, EOS and padding for its config.json.
 
     chat_format: of a model that was trained on conversations. Their template is written, and the token that ends an
@@ -215,7 +215,8 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> di
 
 
 def _turn_ends(tokenizer, chat):
-    """The control tokens that end an answer: the last trained one; all usual ones if the template needs more."""
+    """The control tokens that end an answer: the last trained one of a short conversation, or all usual ones if the
+    template refuses it."""
     try:
         ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
     except UserError:
