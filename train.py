@@ -151,8 +151,7 @@ def train(run: Run) -> None:
                 model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.sum_details(details)
-            # All ranks vote; the answer comes one step later. A failed save stops them, and the save below raises it.
-            stops = run.agrees_to_stop(saver.failed)
+            stops = run.agrees_to_stop(saver.failed)  # all ranks vote, also on a failed save; answered one step late
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
