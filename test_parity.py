@@ -7,7 +7,7 @@ and stored.
     pytest test_parity.py                                    a short form; pytest -m slow test_parity.py: the whole
     on GPUs where there are as many as processes, else on the CPU
 
-A cell builds the model as train.py does and takes three steps of `train_step`. The oracle is the plain model: one
+A cell builds the model as train.py does and takes two steps of `train_step`. The oracle is the plain model: one
 process, fp32, nothing sharded, compiled or checkpointed, all rows in one forward pass, torch's plain AdamW. Compared
 are losses, gradient norms, every gradient and, at the end, every parameter. AdamW's eps is large here: with the usual
 1e-8 the first steps are g / |g|, full steps of the rounding noise where a gradient is zero in theory. FP8's noise,
@@ -48,7 +48,7 @@ from test_shard import fill, run_code
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
 TINY += ("tiny-olmo3", "tiny-smollm3", "tiny-phi3", "tiny-qwen3-moe")
 KEPT = (32, 3, 17, 0, 1, 32, 9, 30)  # trained tokens of the rows, over and over: very uneven masks
-RATES = (1e-3, 2e-3, 1.5e-3)  # learning rates of the steps
+RATES = (1e-3, 2e-3)  # learning rates of the steps
 EPS = 1e-2
 TOLERANCE = 1e-5  # of fp32, relative
 NOISE = 1.5  # of lower precision: a multiple of the plain model's error
@@ -146,8 +146,8 @@ def cells(world_size: int) -> list[Cell]:
 
 
 PADDED = Cell(ranks=2, vocab_size=97, head_rows=64, accumulate=2)
-SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first is recipe 1's bug
-    Cell(ranks=2, dtype="bf16", checkpointing="block", compile="block", packed=True),
+SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first has the flags of recipe 1's bug
+    Cell(ranks=2, context_parallel=2, dtype="bf16", checkpointing="block", compile="block", packed=True, accumulate=2),
     Cell(ranks=2, model="tiny-mixtral", dtype="bf16", lora=1, checkpointing="selective", offload="cpu"),
     Cell(ranks=2, model="tiny-mixtral", accumulate=2, shard_size=1, offload="cpu", checkpointing="selective"),
     PADDED,
@@ -156,7 +156,6 @@ SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first is rec
     replace(PADDED, model="tiny-gpt2"),
     Cell(ranks=2, model="tiny-olmo3", packed=True, attention="blocked", checkpointing="selective"),
     Cell(ranks=2, model="tiny-qwen3-moe", n_experts=16, dtype="bf16", fp8="tensor", checkpointing="block"),
-    Cell(ranks=2, context_parallel=2, compile="block", checkpointing="selective", packed=True, accumulate=2),
     Cell(ranks=2, context_parallel=2, model="tiny-olmo3", attention="blocked", offload="cpu", masks="empty-parts"),
 ]
 SHARED = [  # rows of four ranks, which repeat the two key/value heads, and of two
@@ -207,7 +206,7 @@ def part_of(batch: Batch, rows: slice, columns: slice = slice(None)) -> Batch:
 def plain_steps(
     cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32, reduces: bool = False
 ) -> list[list[Tensor]]:
-    """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
+    """The oracle: steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass.
     reduces: in as many, whose gradients are rounded to bf16, as their sum is: what --reduce_dtype bf16 does."""
     model = Transformer(cell.model_config, dtype)

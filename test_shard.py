@@ -1,5 +1,6 @@
 """shard.py: the oracle is one process that is not sharded; the workers below are real gloo processes under torchrun."""
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -46,6 +47,7 @@ def be_rank(code: str, words: list[str], env: dict[str, str], folder: str, cache
     for number, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{stream}-{env.get('RANK', 0)}", os.O_CREAT | os.O_WRONLY), number)
         setattr(sys, stream, os.fdopen(number, "w", buffering=1))
+    gc.freeze()  # imported objects stay, so the collector need not visit them again and again
     os.environ.update(env)
     rows.CACHE = cache
     sys.argv[:] = words
