@@ -32,7 +32,9 @@ from model import MODELS, Transformer, random_init
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["test_shard", "train", "matplotlib.backends.backend_agg", "torch._dynamo"])
+SERVER.set_forkserver_preload(
+    ["test_shard", "train", "transformers", "matplotlib.backends.backend_agg", "torch._dynamo"]
+)
 
 
 def skip_plots(replace_by=setattr) -> None:

@@ -1,6 +1,7 @@
 """The benchmarks' own logic, peers that train as we do, and this checkout's losses against golden.json. Tolerances for
 other machines catch three deliberate mistakes."""
 
+import itertools
 import json
 import math
 import re
@@ -19,6 +20,7 @@ import peers
 import run
 import train
 from config import parse_args
+from data import make_loader
 from lib.curves import read_records
 from lib.errors import Failure, UserError
 from lib.weights import export_model
@@ -66,14 +68,15 @@ def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_p
     assert (b["median"], b["ratio"], b["mfu"], b["gib"], b["note"]) == (12.5, 0.5, None, None, "")
 
 
-def test_transformers_takes_the_same_first_steps(tmp_path, quick):
+def test_transformers_takes_the_same_first_steps(tmp_path, quick, monkeypatch):
     flags, folder = ["--model", "tiny-gpt2", "--seq_len", "32", "--micro_batch", "2"], tmp_path / "model"
     export_model(run.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
     more = f"--dtype fp32 --compile none --weights {folder} --steps 3 --log_every 1 --out {tmp_path}/ours"
     assert train.main([*flags, *peers.SAME, *more.split()]) == 0
     ours = [record for record in read_records(tmp_path / "ours") if "loss" in record]
-    turn = common.train([peers.__file__, "transformers, fp32", folder, 1, math.inf, *flags], 3)
-    for a, b in zip(ours, turn.records, strict=True):
+    monkeypatch.setattr(peers, "make_loader", lambda config: itertools.islice(make_loader(config), 3))
+    peers.train_here("transformers, fp32", folder, 1, math.inf, flags, tmp_path / "theirs")
+    for a, b in zip(ours, read_records(tmp_path / "theirs"), strict=True):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=peers.SAME_STEP)
 
 
