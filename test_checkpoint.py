@@ -146,10 +146,9 @@ leave(ranks)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "ranks", "optimizer"),
-    [("tiny-llama", 2, 2, "muon"), ("tiny-mixtral", 0, 3, "adamw"), ("tiny-gpt2", 1, 2, "adamw")],
-)
+@pytest.mark.parametrize("name, size, ranks, optimizer", [
+    ("tiny-llama", 2, 2, "muon"), ("tiny-mixtral", 0, 3, "adamw"), ("tiny-gpt2", 1, 2, "adamw"),
+])  # fmt: skip
 def test_ranks_load_save_and_export_every_bit(tmp_path, name, size, ranks, optimizer):
     """1 rank -> several, on full, hybrid and uneven meshes -> the same -> 1 rank. Every rank reads only what it keeps,
     whatever --load is. They share an export. An error of one in a save is an error on all."""
@@ -187,9 +186,7 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     with pytest.raises(UserError, match="export RUN OUT"):
         checkpoint.main(words[:2])
     assert (tmp_path / "one/tokenizer.json").exists()
-    checkpoint.main(
-        ["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "fp16", "--tokenizer", str(tmp_path / "one")]
-    )
+    checkpoint.main([*words[:2], str(tmp_path / "half"), "--dtype", "fp16", "--tokenizer", str(tmp_path / "one")])
     assert_same_weights(load_model(tmp_path / "half", torch.float16), model, torch.float16)
     assert (tmp_path / "half/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
 

@@ -251,11 +251,8 @@ def test_text_is_tokenised_again_when_it_changes(tmp_path, text_cache):
 def test_built_in_text(tmp_path, monkeypatch):
     """Python's topics, then docstrings, each once and if it is long; none of tests. Every 20th is held out."""
     docstrings = [f"Docstring {i} says {' '.join(['something'] * 20)}" for i in range(40)]
-    for folder, own in (
-        ("stdlib", docstrings[:25]),
-        ("torch", docstrings[15:]),
-        ("torch/testing", ["Not this. " * 30]),
-    ):
+    own_of = {"stdlib": docstrings[:25], "torch": docstrings[15:], "torch/testing": ["Not this. " * 30]}
+    for folder, own in own_of.items():
         (tmp_path / folder).mkdir()
         code = "".join(f'def f():\n    """{text}"""\n' for text in [*own, "Too short."])
         (tmp_path / folder / "a.py").write_text(code)

@@ -42,7 +42,7 @@ from model import MODELS, Transformer, flops_per_token
 from test_config import copy_sources
 from test_download import serve
 from test_shard import fill, skip_plots
-from test_train import train_in_turn
+from test_train import records, train_in_turn
 
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "BENCHMARKS")]
 PAGES += sorted((ROOT / "guide").glob("*.md"))
@@ -280,7 +280,7 @@ def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path, run_commands)
     answers = [text.strip() for text in run_commands(runs)[4:]]
     for part in (answers[:20], answers[20:]):
         assert sum(answer == fact for answer, fact in zip(part, facts.values(), strict=True)) >= 18, part
-    none, seed, nf4 = (losses(tmp_path / out)[-1]["val_loss"] for out in ("none", "seed", "nf4"))
+    none, seed, nf4 = (records(tmp_path / out)[-1]["val_loss"] for out in ("none", "seed", "nf4"))
     assert abs(nf4 - none) < abs(seed - none), (none, seed, nf4)
 
 
@@ -397,11 +397,6 @@ def apply_hunks(page: str, folder: Path) -> dict[str, int]:
     return added
 
 
-def losses(run: Path) -> list[dict]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if "loss" in record]
-
-
 def test_the_five_changes_work_together(tmp_path):
     copy_sources(tmp_path)
     page = CHANGED.read_text("utf-8")
@@ -423,7 +418,7 @@ def test_the_five_changes_work_together(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "No export to hf/" in done.stdout
-    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
     assert [r["loss"] for r in whole] == [r["loss"] for r in parts] and len(whole) == 4
     assert all(r["perplexity"] == pytest.approx(math.exp(r["loss"]), rel=1e-5) for r in whole)
 
@@ -481,10 +476,10 @@ def test_recipes_run_on_one_or_two_processes(tmp_path, run_commands):
     train_in_turn(*runs[False])
     for recipe in RUN:
         run = tmp_path / recipe / "run"
-        records = losses(run)
-        assert [r["step"] for r in records] == [1]
-        assert 3 < records[0]["loss"] < 7
-        assert 3 < records[0]["val_loss"] < 7
+        (record,) = records(run)
+        assert record["step"] == 1
+        assert 3 < record["loss"] < 7
+        assert 3 < record["val_loss"] < 7
         if recipe in WITH_DATA:
             head, log = (ROOT / "recipes" / recipe).read_text(), (run / "log.txt").read_text()
             assert (".venv/bin/python -m pip install pyarrow" in head) == (".parquet" in head)

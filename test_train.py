@@ -24,8 +24,6 @@ from test_shard import ROOT, run_code, run_ranks
 from train import main as train_main
 
 FAST = ["--compile", "none", "--dtype", "fp32", "--seq_len", "64", "--micro_batch", "4", "--eval_batches", "1"]
-
-
 SCRIPT = "from lib import errors\nimport os, train\n{}\nerrors.run_script(train.main)"
 
 
@@ -236,10 +234,7 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "have 300: name"),
-    "a tokenizer larger than the weights": (
-        ["--weights", "{less}", "--tokenizer", "bytes"],
-        "ze_token_embeddings(258)",
-    ),
+    "more ids than the weights": (["--weights", "{less}", "--tokenizer", "bytes"], "ze_token_embeddings(258)"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a prompt in Latin-1": (["--prompt", "na\udcefve"], "error: --prompt: The text is not UTF-8: character 2 "),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),

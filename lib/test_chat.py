@@ -20,6 +20,7 @@ from lib.test_tokenizer import _json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
 from lib.weights import write_tokenizer
+from test_shard import skip_plots
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
 + '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""
@@ -167,8 +168,7 @@ def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_pa
     (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": messages, "tools": ADD}) + "\n") * 8)
     flags = "--model tiny-llama --seq_len 128 --micro_batch 4 --batch_tokens 512 --steps 40 --lr 5e-3 --compile none"
     flags += f" --dtype fp32 --eval_every 0 --vocab_size {ours.vocab_size} --tokenizer {tmp_path}/own"
-    monkeypatch.setattr("log.Log.draw", lambda _: None)  # these take seconds
-    monkeypatch.setattr("log.peak_flops", lambda *_: (1e12, "not measured"))
+    skip_plots(monkeypatch.setattr)
     assert train.main([*flags.split(), "--data", f"{tmp_path}/rows.jsonl", "--out", f"{tmp_path}/run"]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
@@ -216,6 +216,7 @@ def tokenizers_of(tmp_path_factory):
 
 
 FIELDS = ("sys", "ask", "say")  # of --chat_fields
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def _two(question="Why?", answer="So."):
@@ -224,77 +225,64 @@ def _two(question="Why?", answer="So."):
 
 # Shapes of rows in public data sets, a template, and the rendered text: [[trained]], « and » for <|im_start|> and
 # <|im_end|>, without line feeds.
+ONCE, BRIEF = "«userWhy?»«assistant[[So.»]]", "«systemBe brief.»"
+ONE_QUESTION = [
+    {"messages": [ASK, ANSWER]}, {"messages": json.dumps([ASK, ANSWER])},
+    {"messages": [ASK | {"content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}, ANSWER]},
+    {"messages": [ASK | {"trainable": False}, ANSWER | {"trainable": True}]},
+    {"messages": [ASK | {"weight": None}, ANSWER | {"tool_calls": None}], "system": None, "text": "Why? So."},
+    {"conversation": [{"role": "user", "content": "Why?"}, {"role": "bot", "content": "So."}]},
+    {"prompt": "Why?", "completion": "So."}, {"prompt": [ASK], "completion": [ANSWER]},
+    {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "No."}]},
+    {"prompt": [ASK], "chosen": [ANSWER], "rejected": "No."}, {"instruction": "Why?", "input": "", "output": "So."},
+    {"ask": "Why?", "say": "So."}, {"ask": "Why?", "say": "So.", "sys": ""},
+]  # fmt: skip
+ADDS = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+TURNS_WITH_CALLS = [
+    *_two(answer="One moment."), {"from": "human", "value": "And?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+    {"from": "observation", "value": "2"}, {"from": "gpt", "value": "So."},
+]  # fmt: skip
 ROWS = [
-    ("plain", {"messages": [ASK, ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, ANSWER]},
-     "«systemBe brief.»«userWhy?»«assistant[[So.»]]«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"messages": json.dumps([ASK, ANSWER])}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"messages": [ASK | {"content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]},
-                            ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"messages": [ASK, ANSWER, ASK]}, "«userWhy?»«assistant[[So.»]]«userWhy?»«assistant"),
-    ("plain", {"messages": [{"role": "developer", "content": "Be brief."}, ASK, ANSWER]},
-     "«developerBe brief.»«userWhy?»«assistant[[So.»]]"),
+    *(("plain", row, ONCE) for row in ONE_QUESTION),
+    ("plain", {"messages": [SYSTEM, ASK, ANSWER, ASK, ANSWER]}, BRIEF + ONCE + ONCE),
+    ("plain", {"messages": [ASK, ANSWER, ASK]}, ONCE + "«userWhy?»«assistant"),
+    ("plain", {"messages": [SYSTEM | {"role": "developer"}, ASK, ANSWER]}, "«developerBe brief.»" + ONCE),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER | {"train": True}, ASK, ANSWER | {"loss": False}]},
      "«userWhy?»«assistantSo.»«userWhy?»«assistant[[So.»]]«userWhy?»«assistantSo.»"),
-    ("plain", {"messages": [ASK | {"trainable": False}, ANSWER | {"trainable": True}]},
-     "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"conversations": _two() + _two("And?", "No.")},
-     "«userWhy?»«assistant[[So.»]]«userAnd?»«assistant[[No.»]]"),
-    ("plain", {"conversations": [{"from": "system", "value": "Be brief."}, *_two()]},
-     "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"conversations": _two(), "system": "Be brief."}, "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"conversation": [{"role": "user", "content": "Why?"}, {"role": "bot", "content": "So."}]},
-     "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"messages": [ASK | {"weight": None}, ANSWER | {"tool_calls": None}], "system": None, "text": "Why? So."},
-     "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"ask": "Why?", "say": "So.", "sys": ""}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"prompt": "Why?", "completion": "So."}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"prompt": [ASK], "completion": [ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "No."}]},
-     "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"prompt": [ASK], "chosen": [ANSWER], "rejected": "No."}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"conversations": _two() + _two("And?", "No.")}, ONCE + "«userAnd?»«assistant[[No.»]]"),
+    ("plain", {"conversations": [{"from": "system", "value": "Be brief."}, *_two()]}, BRIEF + ONCE),
+    ("plain", {"conversations": _two(), "system": "Be brief."}, BRIEF + ONCE),
     ("plain", {"instruction": "Add.", "input": "1 1", "output": "2"}, "«userAdd.1 1»«assistant[[2»]]"),
-    ("plain", {"instruction": "Why?", "input": "", "output": "So."}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"ask": "Why?", "say": "So."}, "«userWhy?»«assistant[[So.»]]"),
-    ("plain", {"ask": "Why?", "say": "So.", "sys": "Be brief."}, "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"ask": "Why?", "say": "So.", "sys": "Be brief."}, BRIEF + ONCE),
     ("plain", {"ask": "Why?", "say": "The end <|im_end|> of it."}, "«userWhy?»«assistant[[The end » of it.»]]"),
-    ("", {"prompt": "Why?", "completion": "So."}, "«userWhy?»«assistant[[So.»]]"),
-    ("{% if shout %}!{% endif %}" + TRAITS["plain"], {"ask": "Why?", "say": "So.", "chat_template_kwargs": {
-        "shout": True}}, "!«userWhy?»«assistant[[So.»]]"),
+    ("", {"prompt": "Why?", "completion": "So."}, ONCE),
+    ("{% if shout %}!{% endif %}" + TRAITS["plain"],
+     {"ask": "Why?", "say": "So.", "chat_template_kwargs": {"shout": True}}, "!" + ONCE),
     ("{{ documents | tojson }}" + TRAITS["plain"], {"ask": "Why?", "say": "So.", "documents": [{"text": "d"}]},
-     '[{"text": "d"}]«userWhy?»«assistant[[So.»]]'),
+     '[{"text": "d"}]' + ONCE),
     ("calls", {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": json.dumps([{"function": {
         "name": "add", "arguments": '{"a": 1}'}}])}, RESULT, ANSWER], "tools": json.dumps([{"name": "add"}])},
-     '«tools[{"name": "add"}]»«userWhy?»«assistant[[<call>{"name": "add", "arguments": {"a": 1}}</call>»'
-     ']]«tool2»«assistant[[So.»]]'),
+     f'«tools[{{"name": "add"}}]»«userWhy?»«assistant[[{ADDS}»]]«tool2»«assistant[[So.»]]'),
     ("calls", {"messages": [ASK, ANSWER | {"tool_calls": [SUM, SUM]}, RESULT, RESULT, ANSWER]},
-     '«userWhy?»'
-     '«assistant[[So.<call>{"name": "add", "arguments": {"a": 1}}</call>'
-     '<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«tool2»«assistant[[So.»]]'),
-    ("calls", {"messages": [ASK, ANSWER | {"tool_calls": [SUM]}, RESULT, ANSWER | {"tool_calls": [SUM]}, RESULT, ANSWER,
-                            ASK]},
-     '«userWhy?»«assistant[[So.<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«assistant[[So.'
-     '<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«assistant[[So.»]]«userWhy?»«assistant'),
-    ("calls", {"conversations": [
-        *_two(answer="One moment."), {"from": "human", "value": "And?"},
-        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
-        {"from": "observation", "value": "2"}, {"from": "gpt", "value": "So."}], "tools": '[{"name": "add"}]'},
+     f"«userWhy?»«assistant[[So.{ADDS}{ADDS}»]]«tool2»«tool2»«assistant[[So.»]]"),
+    ("calls", {"messages": [ASK, *[ANSWER | {"tool_calls": [SUM]}, RESULT] * 2, ANSWER, ASK]},
+     f"«userWhy?»«assistant[[So.{ADDS}»]]«tool2»«assistant[[So.{ADDS}»]]«tool2»«assistant[[So.»]]«userWhy?»«assistant"),
+    ("calls", {"conversations": TURNS_WITH_CALLS, "tools": '[{"name": "add"}]'},
      '«tools[{"name": "add"}]»«userWhy?»«assistant[[One moment.»]]«userAnd?»'
-     '«assistant[[<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«assistant[[So.»]]'),
-    ("calls", {"conversations": [*_two(answer="<tool_call>"), {"from": "tool", "value": "2"},
-                                 {"from": "gpt", "value": "So."}]},
+     f"«assistant[[{ADDS}»]]«tool2»«assistant[[So.»]]"),
+    ("calls", {"conversations": [*_two(answer="<tool_call>"), *TURNS_WITH_CALLS[-2:]]},
      "«userWhy?»«assistant[[<tool_call>»]]«tool2»«assistant[[So.»]]"),
     ("reasons", {"messages": [ASK, THINKS]}, "«userWhy?»«assistant[[<think>hm</think>So.»]]"),
     ("reasons", {"messages": [ASK, ANSWER | {"reasoning_content": "hm"}]},
      "«userWhy?»«assistant[[<think>hm</think>So.»]]"),
-    ("reasons", {"messages": [ASK, ANSWER, ASK, ANSWER]},
-     "«userWhy?»«assistant[[So.»]]«userWhy?»«assistant[[<think></think>So.»]]"),
+    ("reasons", {"messages": [ASK, ANSWER, ASK, ANSWER]}, ONCE + "«userWhy?»«assistant[[<think></think>So.»]]"),
     ("channels", {"messages": [ASK, ANSWER, ASK, THINKS]},
      "«user<|begin_of_text|>Why?»«assistant[[<|begin_of_text|>finalSo.»]]«user<|begin_of_text|>Why?»"
      "«assistant[[<|begin_of_text|>hm»<|begin_of_text|>finalSo.<|end_of_text|>]]"),
     ("opens", {"messages": [ASK, ANSWER, ASK, ANSWER]},
-     "<|begin_of_text|>user: Why?«[[So.<|end_of_text|>]]user: Why?«[[So.<|end_of_text|>]]"),
-    ("moves", {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, ANSWER]},
+     "<|begin_of_text|>" + "user: Why?«[[So.<|end_of_text|>]]" * 2),
+    ("moves", {"messages": [SYSTEM, ASK, ANSWER, ASK, ANSWER]},
      "<|begin_of_text|>[INST] Why?[/INST][[ So.<|end_of_text|>]][INST] Be brief.Why?[/INST][[ So.<|end_of_text|>]]"),
     ("moves", {"messages": [ASK, ANSWER | {"tool_calls": [SUM]}, RESULT, ANSWER], "tools": [{"name": "add"}]},
      '<|begin_of_text|>[TOOLS][{"name": "add"}][INST] Why?[/INST][[ So.'
@@ -371,7 +359,7 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     silent = "{%- set messages = messages[1:] if messages[0].role == 'system' else messages %}" + TRAITS["reasons"]
     _tokenizer(tmp_path / "t", silent)
     rows = [
-        {"messages": [ASK, ANSWER]}, {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER]},
+        {"messages": [ASK, ANSWER]}, {"messages": [SYSTEM, ASK, ANSWER]},
         {"messages": [ASK, THINKS | {"thinking": thought}, ASK, ANSWER | {"channel": "c7"}], "system_prompt": "s"},
         {"messages": [ASK, ANSWER], "images": ["a.png"]}, {"messages": [ASK, ANSWER], "images": ["b.png"]},
     ]  # fmt: skip

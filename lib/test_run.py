@@ -230,7 +230,7 @@ def hold(folder, answers) -> None:
 
 def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path, monkeypatch):
     """filelock cannot tell an empty lock from one that a process is about to fill in."""
-    monkeypatch.setattr(guard, "PATIENCE", 0.5)
+    monkeypatch.setattr(guard, "PATIENCE", 0.1)
     context = multiprocessing.get_context("fork")  # importing all again takes seconds
     answers = context.Queue()
     other = context.Process(target=hold, args=(tmp_path, answers), daemon=True)

@@ -241,10 +241,7 @@ def test_shape_without_a_family(tmp_path):
 
 # ---- strictness
 
-
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-
 C_FC, W2 = "transformer.h.0.mlp.c_fc.weight", "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 
 
@@ -448,26 +445,22 @@ SAME = [  # a family, harmless changes
     ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": 3072, "scale_attn_weights": True}),
     ("mixtral", {"router_jitter_noise": 0.0, "output_router_logits": True}),
     ("qwen2", {"layer_types": ["full_attention"] * 24, "sliding_window": 4096, "use_sliding_window": None}),
-    ("qwen2", {"attention_bias": True, "max_window_layers": 3}),
-    ("qwen3", {"use_sliding_window": True}),
+    ("qwen2", {"attention_bias": True, "max_window_layers": 3}), ("qwen3", {"use_sliding_window": True}),
     ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),
     ("llama", {"internal_version": "x", "num_beams": 4, "typical_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.1}),
     ("llama", {"x_null": None, "x_false": False, "x_zero": 0, "x_one": 1.0, "x_none": [], "alibi": False}),
     ("llama", {"final_logit_softcapping": None, "embedding_multiplier": 1.0, "logits_scaling": 1, "bias": False}),
     ("llama", {"rope_parameters": SCALING | {"rope_theta": 500000.0, "beta_fast": None}}),
     ("llama", {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": SCALING | {"rope_theta": 500000}}),
-    (
-        "llama",
-        {"rope_scaling": {k: v for k, v in SCALING.items() if k[0] != "o"}, "original_max_position_embeddings": 8192},
-    ),
+    ("llama", {"rope_scaling": {k: v for k, v in SCALING.items() if k[0] != "o"},
+               "original_max_position_embeddings": 8192}),
     ("phi3", {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
     ("qwen3_moe", {"num_experts": ..., "num_local_experts": 128, "intermediate_size": 99, "mlp_only_layers": None}),
-    ("olmo3", {"layer_types": None}),
-    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": ...}),
+    ("olmo3", {"layer_types": None}), ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": ...}),
     ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "truncate": True}}),
     ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0}}),
     ("ministral", {"layer_types": ["sliding_attention"] * 32}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind, changes", SAME, ids=str)
@@ -495,9 +488,7 @@ def scaling(**changes) -> dict:
     return {"rope_scaling": {k: v for k, v in (SCALING | changes).items() if v is not ...}}
 
 
-UNKNOWN = {
-    "x_factor": 3, "x_norm": True, "x_scale": 0.5, "x_kind": "post", "x_layers": [1], "": 1, "x_true": True,
-}  # fmt: skip
+UNKNOWN = {"x_factor": 3, "x_norm": True, "x_scale": 0.5, "x_kind": "post", "x_layers": [1], "": 1}
 UNSUPPORTED = (
     ("llama", "hidden_act", "gelu"), ("llama", "hidden_act", None), ("gpt2", "activation_function", "relu"),
     ("mistral", "attention_bias", True), ("qwen2", "mlp_bias", True), ("qwen3_moe", "mlp_only_layers", [0]),
