@@ -28,12 +28,13 @@ from pathlib import Path
 from config import Config, check_values, choose_lanes, parse_args, row_groups, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script, within
 from lib.files import read_ahead, sample_digest
-from lib.text import main as run_prepare
+from lib.text import main as run_text_command
 
 if __name__ == "__main__":
     prepare_python()
 if __name__ == "__main__" and sys.argv[1:2] != ["show"]:
-    run_script(lambda argv: run_prepare(argv, parse_args))  # before torch is imported, which takes seconds
+    # Ends the process, before torch is imported, which takes seconds.
+    run_script(lambda argv: run_text_command(argv, parse_args))
 
 import numpy as np  # isort: skip
 import torch
@@ -136,7 +137,8 @@ class Loader:
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
         rows = self.micro_batch * self.row_groups
-        # A lane's rows fall on rows / gcd(rows, lanes) places of a micro-batch of all ranks. So many ranks read it:
+        # Row r is of lane r mod lanes. A lane meets rows / gcd(rows, lanes) places of a micro-batch of all ranks, and
+        # at most that many ranks read it.
         readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
         if readers > 1 and not val:
             log.warning(
@@ -181,7 +183,8 @@ class Loader:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
     def state_dict(self) -> dict:
-        """The position after the last batch that the caller received. It has the lanes that this rank reads."""
+        """The position after the last batch that the caller received. It has the lanes that this rank has read, and all
+        lanes of the position where it began."""
         return {
             "samples": self.samples,
             "seq_len": self.config.seq_len,
@@ -209,6 +212,7 @@ class Loader:
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
+        # The rows by which the last step went beyond the end of --epochs.
         left_out = self.samples - (state.get("end") or self.samples)
         if left_out > 0 and self.end != state["end"]:
             log.warning(f"The last step of --epochs was short: {left_out} rows of the next epoch are left out")
@@ -218,8 +222,9 @@ class Loader:
         stream, or the text of its tokens is not known."""
         if self.streams or not knows_text(self.config):
             return 0, 0
-        all_ranks, counts = copy.copy(self), np.zeros(self.config.model_config.vocab_size, np.int64)
+        all_ranks = copy.copy(self)  # a loader for all rows, as on a single rank
         all_ranks.my_group, all_ranks.row_groups, all_ranks.columns = 0, 1, slice(None)
+        counts = np.zeros(self.config.model_config.vocab_size, np.int64)
         for batch in itertools.chain.from_iterable(all_ranks):
             counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
         sizes = token_sizes(load_tokenizer(self.config.tokenizer))
@@ -375,7 +380,7 @@ def merge_positions(states: list[dict]) -> dict:
     for source, lanes in merged.get("lanes", {}).items():
         for state in states[1:]:
             for lane, position in state["lanes"][source].items():
-                lanes[lane] = max(position, lanes.get(lane, position))  # the later one: rows given come first
+                lanes[lane] = max(position, lanes.get(lane, position))  # the later: its first field, given
     return merged
 
 
@@ -405,9 +410,10 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
         loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0 keeps the loaders that it checked
         return catalog.known, catalog.shards, loaders[0].fingerprint
 
+    # The shards are those of rank 0: this rank compares its own with them.
     catalog.known, catalog.rank0_shards, fingerprint = on_first_rank(look_up, ranks)
     data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
-    data.fingerprint = fingerprint
+    data.fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files
     return data, rest[0] if rest else None
 
 
@@ -445,7 +451,7 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
 
 def main(argv: list[str]) -> None:
     if argv[:1] != ["show"]:
-        return run_prepare(argv, parse_args)
+        return run_text_command(argv, parse_args)
     parser = Parser({"--n": {"type": within(int, 1), "default": 3}}, prog="data.py show", add_help=False)
     args, flags = parser.parse_known_args(argv[1:])
     for text in show(parse_args(flags), args.n, sys.stdout.isatty()):

@@ -95,9 +95,9 @@ class Attention(nn.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        if cache is None or T > 1:
+        if cache is None or T > 1:  # only the first call with a cache has several tokens: nothing is before them
             out = attention_of_part(q, k, v, self.part, mask, self.backend, self.window)  # [B, T, H, h]
-        else:  # the query heads that share a key head are taken as tokens of one head, so that no key is repeated
+        else:  # one token sees all keys that the cache has kept. Query heads that share a key head become its tokens
             q = q.view(B, self.n_kv_heads, -1, self.head_dim)
             # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
             out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))  # [B, K, H / K, h]
@@ -179,7 +179,7 @@ class MoE(nn.Module):
             scores = scores / scores.sum(-1, keepdim=True)
         E = self.gate.out_features
         chosen = (experts.view(B, -1, 1) == torch.arange(E, device=x.device)).sum(1)  # [B, E]
-        router = torch.stack((chosen.float(), probabilities.view(B, T, E).sum(1)))
+        routed = torch.stack((chosen.float(), probabilities.view(B, T, E).sum(1)))
         experts, order = experts.flatten().sort(stable=True)
         back = order.argsort()
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
@@ -187,7 +187,7 @@ class MoE(nn.Module):
         gate, up = self.matmul(x, self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
         y = self.matmul(F.silu(gate) * up, self.down_proj, ends)
         y = _Reorder.apply(y, back, order).view(B * T, self.top_k, D)
-        return (y * scores[..., None].to(y.dtype)).sum(1).view(B, T, D), router
+        return (y * scores[..., None].to(y.dtype)).sum(1).view(B, T, D), routed
 
 
 MLPS = {"swiglu": SwiGluMLP, "gelu": GeluMLP, "moe": MoE}
@@ -212,8 +212,8 @@ class Block(nn.Module):
         """x [B, T, D] -> (the same, the router's statistics where there are experts)."""
         x = x + self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, cache))
         y = self.mlp(self.post_attention_layernorm(x))
-        y, router = y if isinstance(y, tuple) else (y, None)
-        return x + self.mlp_norm(y), router
+        y, routed = y if isinstance(y, tuple) else (y, None)
+        return x + self.mlp_norm(y), routed
 
 
 # Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little if a
@@ -240,7 +240,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     target_grad = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
     lse = lse.masked_fill(~trained, math.inf)  # gives ignored targets a gradient of 0
     if torch.compiler.is_compiling():  # one loop that writes in place: a scatter, or a longer loop, would make a copy
-        lse, target_grad = torch.cat((lse, target_grad), 1).split(1, 1)  # stored: the loop does not compute them again
+        # cat makes the compiler store both; else the loop would compute them again for each column.
+        lse, target_grad = torch.cat((lse, target_grad), 1).split(1, 1)
         logits.copy_(torch.where(torch.arange(x.shape[1], device=x.device) == picked, target_grad, (x - lse).exp()))
     else:
         logits.copy_(x.sub_(lse).exp_().scatter_(1, picked, target_grad))
@@ -257,7 +258,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-# A GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes. meta: memory.py counts a GPU's memory.
+# A GPU's fastest kernels need rows of the logits in multiples of 16 bytes; 64 values are the usual multiple. meta: for
+# memory.py, as on a GPU.
 HEAD_ROWS = {"cuda": 64, "meta": 64}
 
 
@@ -386,11 +388,11 @@ class Transformer(nn.Module):
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
         details: bool = False,
     ) -> Tensor | tuple[Tensor, Details]:  # fmt: skip
-        x, routers = self._hidden(tokens, positions, None, documents)
+        x, routed = self._hidden(tokens, positions, None, documents)
         loss, row_losses = self.lm_head(x, targets)
         router_sums = None
-        if routers and torch.is_grad_enabled():
-            extra, router_sums = self.balance(torch.stack(routers), targets)
+        if routed and torch.is_grad_enabled():
+            extra, router_sums = self.balance(torch.stack(routed), targets)
             loss = loss + (extra - extra.detach())  # adds its gradient; the reported loss does not include it
         return (loss, Details(row_losses, router_sums)) if details else loss
 
@@ -437,12 +439,12 @@ class Transformer(nn.Module):
         x = self.embed_tokens(tokens)
         if self.config.positions == "learned":
             x = x + self.embed_positions(positions)
-        x, routers = x.to(self.dtype), []
+        x, routed = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
-            rope = ropes[self.config.kind(i)]
-            x, router = block(x, rope, mask, cache[i]) if cache else block(x, rope, mask)
-            routers += [] if router is None else [router]
-        return self.norm(x), routers
+            x, statistics = block(x, ropes[self.config.kind(i)], mask, cache[i] if cache else None)
+            if statistics is not None:
+                routed.append(statistics)
+        return self.norm(x), routed
 
 
 # Initialisation is a pure function of (seed, name, position in the parameter). Therefore every rank draws only the

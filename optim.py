@@ -33,7 +33,7 @@ from lib import torch_private
 from lib.parts import is_sharded, local, local_start
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
-CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
+CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: eager temporaries fit in a cache; compiled indices in 32 bits
 STOCHASTIC = ("exp_avg_sq",)  # state that is rounded stochastically; other state changes fast enough for bf16
 
 
@@ -78,7 +78,7 @@ class Gradients:
         self.local_loss = torch.zeros((), device=self.device)  # of the last step, for GradientGuard's reports
 
     def squared_norm(self) -> Tensor:
-        """The sum over this rank's shards of the gradients."""
+        """The sum of the squares of this rank's shards of the gradients."""
         gradients = [local(p.grad).reshape(-1) for p in self.parameters]
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
         chunk = 2**17 if self.device.type == "cpu" else 2**30
@@ -98,8 +98,8 @@ class Gradients:
 
     def decide_skip(self, bad: Tensor) -> Tensor:
         """bad: whether this step's loss or norm is not finite -> 1.0 if its update must be skipped, else 0.0, equal on
-        all ranks. After `limit` skipped updates in a row all later ones are skipped, too: the host, which reads the
-        count one step late, finds the state before them."""
+        all ranks. After `limit` skipped updates in a row all later ones are skipped, too: the host reads the count
+        one step late, and ends the run with the state of the last good step."""
         skips = bad | (self.skipped_in_row >= self.limit)
         self.skipped_in_row = (self.skipped_in_row + 1) * skips
         return skips.float()
@@ -180,7 +180,7 @@ class Optimizer:
 
     def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
         """The arguments of the rule that change from step to step, as scalars on the device: a number would be compiled
-        anew, and an .item() would wait. step: the number of this update. A rule may need others, as AdamW's does."""
+        anew, and an .item() would wait. step: the number of this update. These suit a simple rule, as guide/8's."""
         lr = group["lr"]
         return {"lr": torch.full_like(step, lr), "decay": torch.full_like(step, 1.0 - lr * group["weight_decay"])}
 
@@ -387,7 +387,9 @@ class Muon(AdamW):
         for p in heights:
             alike[p.shape, heights[p]].append(p)
         for same in alike.values():
-            n = max(1, STACK_ELEMENTS // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
+            n = max(1, STACK_ELEMENTS // same[0].numel())
+            if is_sharded(same[0]):  # each rank takes n of them
+                n *= same[0].device_mesh.size()
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
 
     @cached_property
@@ -421,9 +423,9 @@ class Muon(AdamW):
         from torch.distributed.tensor import DTensor, Shard
 
         mesh, shape, stride, sharded = stack.device_mesh, stack.shape, stack.stride(), stack.placements
-        by_expert = stack.ndim == 4 and sharded[-1].is_shard(1)
+        by_expert = stack.ndim == 4 and sharded[-1].is_shard(1)  # [n, E, rows, columns]
         whole = sharded if by_expert else [Shard(0)] * mesh.ndim
-        stack = stack.to(mesh.device_type).redistribute(placements=whole)
+        stack = stack.to(mesh.device_type).redistribute(placements=whole)  # offloaded ones are on the host
         updates = self._orthogonalized(stack.to_local(), heights)
         updates = DTensor.from_local(updates, mesh, whole, shape=shape, stride=stride)
         return updates.redistribute(placements=sharded).to_local()

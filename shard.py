@@ -136,7 +136,7 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
     for block in model.layers:
         block.forward = _checkpointed(block.forward, options)
     for layer in nf4.layers(model).values():
-        layer.recomputed = mode == "block"  # then it must not keep its product, see there
+        layer.recomputed = mode == "block"  # see Nf4Linear.recomputed
 
 
 def _checkpointed(forward: Callable, options: dict) -> Callable:
@@ -347,7 +347,7 @@ def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
 
 
 def _everyone() -> Ranks:
-    """All ranks, which here tell each other of errors in the default group: this file is not given another one."""
+    """All ranks, with the default group for messages, because callers of this file pass no Ranks."""
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
 
 
@@ -417,7 +417,8 @@ def _sent_by_rank0(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[
 
     The memory that this needs does not grow with the number of ranks. After an error in reading, the messages are sent
     without values, because ranks wait for them, and all ranks raise it."""
-    mesh, is_rank0, errors = named[0][1].device_mesh, dist.get_rank() == 0, []
+    mesh, is_rank0 = named[0][1].device_mesh, dist.get_rank() == 0
+    errors = []  # of reading
     in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
     group, shards = mesh.get_group("shard"), mesh.size(-1)
 
@@ -447,7 +448,7 @@ def _sent_by_rank0(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[
         sizes = [target.numel() for target in targets]
         message = torch.empty(sum(sizes), dtype=targets[0].dtype, device=mesh.device_type)
         if is_rank0:
-            message = next(to_send).to(mesh.device_type)
+            message = next(to_send).to(mesh.device_type)  # its own
             for peer in range(1, shards):
                 peers_message = next(to_send).to(mesh.device_type)
                 _wait(sending)
@@ -473,7 +474,8 @@ def _wait(transfers: list[dist.Work]) -> None:
 
 
 def _messages(named: list[tuple[str, Tensor]]) -> Iterator[list[Chunk]]:
-    """Chunks of one dtype, which together have at least FILL_BYTES in the largest shard, except for the last."""
+    """Chunks of one dtype, which together have at least FILL_BYTES in the largest shard, except for the
+    last ones of a dtype."""
     message, size = [], 0
     for chunk in _chunks(named):
         if message and (size >= FILL_BYTES or message[0].tensor.dtype != chunk.tensor.dtype):

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
     ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
-    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # a resume keeps its lanes
+    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # the parts of a stream, lib/rows.py
     config = resolve(asked, ranks)
     if only_checks:
         return print_check(count_steps(asked, config, ranks), ranks)
@@ -151,7 +151,7 @@ def train(run: Run) -> None:
                 model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.sum_details(details)
-            stops = run.agrees_to_stop(saver.failed)  # all ranks vote, also on a failed save; answered one step late
+            stops = run.agrees_to_stop(saver.failed)  # all ranks vote; several answer one step late
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
@@ -197,7 +197,7 @@ def train_step(
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm, each micro-batch with
     its Details). Loss and norm count all ranks: fp32 scalars on the gradients' device. All ranks must call."""
-    weight_scales.refresh()  # of FP8
+    weight_scales.refresh()  # of FP8, if there is some
     local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
         shard.prepare_backward(model, i == len(micro_batches) - 1, reshard)
