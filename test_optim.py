@@ -320,14 +320,6 @@ for name, words, sizes in cases:
 RUN = "--optimizer muon --seq_len 32 --compile none --eval_every 0 --sample_every 0 --log_every 1"
 
 
-def test_muon_resumes_with_the_same_bits(tmp_path, text, monkeypatch):
-    skip_plots(monkeypatch.setattr)
-    words = f"{RUN} --data {text} --micro_batch 2 --param_dtype bf16 --state_dtype bf16 --schedule constant"
-    for run in ("--steps 4 --out {}/whole", "--steps 2 --out {}/parts", "--steps 4 --out {}/parts"):
-        assert train.main([*words.split(), *run.format(tmp_path).split()]) == 0
-    assert values(tmp_path / "whole") == values(tmp_path / "parts") and len(values(tmp_path / "whole")) == 4
-
-
 def test_muon_accumulates_and_trains_in_fp8(tmp_path, text, monkeypatch):
     """The losses are those of one micro-batch in fp32."""
     skip_plots(monkeypatch.setattr)

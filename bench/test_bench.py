@@ -15,7 +15,6 @@ import torch
 import attention
 import common
 import golden
-import log
 import peers
 import run
 import train
@@ -25,6 +24,7 @@ from lib.curves import read_records
 from lib.errors import Failure, UserError
 from lib.weights import export_model
 from model import Transformer
+from test_shard import skip_plots
 
 # As many records as its first argument says. It needs a package, then it hangs.
 TRAINER = """
@@ -39,13 +39,6 @@ for step in range(1, steps + 1):
         file.write(json.dumps(record) + "\\n{}\\n")
 time.sleep(60)
 """
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Skips two parts of a run that take time and do not affect losses."""
-    monkeypatch.setattr(log, "peak_flops", lambda *_: (1e12, "not measured"))
-    monkeypatch.setattr(log.Log, "draw", lambda self: None)
 
 
 def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_path):
@@ -68,7 +61,8 @@ def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_p
     assert (b["median"], b["ratio"], b["mfu"], b["gib"], b["note"]) == (12.5, 0.5, None, None, "")
 
 
-def test_transformers_takes_the_same_first_steps(tmp_path, quick, monkeypatch):
+def test_transformers_takes_the_same_first_steps(tmp_path, monkeypatch):
+    skip_plots(monkeypatch.setattr)
     flags, folder = ["--model", "tiny-gpt2", "--seq_len", "32", "--micro_batch", "2"], tmp_path / "model"
     export_model(run.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
     more = f"--dtype fp32 --compile none --weights {folder} --steps 3 --log_every 1 --out {tmp_path}/ours"
@@ -146,8 +140,9 @@ def test_the_losses_are_the_recorded_ones(instructions):
 
 
 @pytest.mark.parametrize("mistake", ["none", "eps", "bias correction", "mask"])
-def test_the_tolerance_catches_deliberate_mistakes(mistake, tmp_path, monkeypatch, quick):
+def test_the_tolerance_catches_deliberate_mistakes(mistake, tmp_path, monkeypatch):
     """The first steps of one recipe, compared with the record as another machine's would be."""
+    skip_plots(monkeypatch.setattr)
     golden.write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     make = train.make_optimizer
