@@ -437,13 +437,6 @@ def test_a_slow_rank_is_named_within_two_records(tmp_path, text, shard_size):
         assert f", slowest {record['slowest']}" in screen
 
 
-@pytest.mark.slow
-def test_nobody_is_named_on_an_even_run(tmp_path, text):
-    words = [*FAST, "--data", text, "--out", tmp_path, "--eval_every", 0, "--steps", 200, "--log_every", 10]
-    train(*words, ranks=2)
-    assert ["slowest" in record for record in metrics(tmp_path) if "loss" in record] == [False] * 21
-
-
 def times(*busy: float) -> list[Times]:
     return [Times(f"node{i // 2}", ms, 2.0, 0.0) for i, ms in enumerate(busy)]
 

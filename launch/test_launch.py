@@ -449,9 +449,8 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
     assert checkout.says("sync", "--hosts", f"{here},{apart}").count("has the files of this folder") == 2
     (checkout.folder / "new_and_uncommitted.py").write_text("y = 2\n")
     (checkout.folder / "lib" / "gone.py").write_text("")
-    assert f"{label}: missing or not as here: lib/gone.py, new_and_uncommitted.py; bash" in checkout.says(
-        "--hosts", f"{here},{apart}", status=2
-    )
+    err = checkout.says("--hosts", f"{here},{apart}", status=2)
+    assert f"{label}: missing or not as here: lib/gone.py, new_and_uncommitted.py; bash" in err
     checkout.says("sync", "--hosts", apart)
     (checkout.folder / "lib" / "gone.py").unlink()  # a further file there does no harm
     for hosts in (f"{apart},{here}", apart):

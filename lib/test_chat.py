@@ -82,9 +82,8 @@ def _conversations(seed: int, tools: bool, reasons: bool, system: bool):
         for _ in range(turns):
             messages.append({"role": "user", "content": r.choice(texts)})
             for _ in range(r.randrange(3) if tools else 0):
-                messages += (
-                    {"role": "assistant", "content": r.choice(texts), "tool_calls": [CALL] * r.randrange(1, 3)},
-                )
+                calls = [CALL] * r.randrange(1, 3)
+                messages.append({"role": "assistant", "content": r.choice(texts), "tool_calls": calls})
                 messages.append({"role": "tool", "content": r.choice(texts)})
             thought = r.choice((None, "so\nand so")) if reasons else None
             messages.append({"role": "assistant", "content": r.choice(texts), "reasoning_content": thought})

@@ -78,9 +78,8 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     frozen weights of the base do not change. A slice of the merged weights equals the same part of the whole."""
     config = configure(bases[name], targets, "--lora_alpha", "5")
     model, plain, merged = make(config), load_model(bases[name]), Transformer(config.model_config)
-    assert trainable_parameters(model).keys() == {
-        f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"
-    }
+    adapters = {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
+    assert trainable_parameters(model).keys() == adapters
     logits, read = model.logits(TOKENS), lora.merge(reader(plain), reader(model), config)
     shard.fill_parameters(merged, read)
     assert error(merged.logits(TOKENS), logits) < 1e-5 and error(plain.logits(TOKENS), logits) > 1e-2
@@ -122,9 +121,8 @@ def test_adapters_of_peft_are_trained_on(bases, tmp_path, rslora):
     assert (config.lora, config.lora_targets) == (3, ("down", "k"))
     logits = make(config, open_adapter(tmp_path, config)).logits(TOKENS)
     assert error(logits, model(TOKENS).logits) < 1e-5
-    open_adapter(
-        tmp_path, parse_args([*flags, "--lora=3", f"--lora_alpha={config.lora_alpha}", "--lora_targets=k,down"])
-    )
+    same = ["--lora=3", f"--lora_alpha={config.lora_alpha}", "--lora_targets=k,down"]
+    open_adapter(tmp_path, parse_args([*flags, *same]))
     with pytest.raises(UserError, match="give --lora 3 --lora_alpha"):
         open_adapter(tmp_path, parse_args([*flags, "--lora_alpha", "5"]))
     export_adapter(config, open_adapter(tmp_path, config), tmp_path / "ours")

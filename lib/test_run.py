@@ -163,18 +163,19 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watche
     assert (status["state"], status["step"]) == ("stopped", 7)
 
 
-@pytest.mark.parametrize("rank", ["no", "this", "another"])
+@pytest.mark.parametrize("rank", ["no", "this", "another", "the only"])
 def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     """In the start, beyond the limit. Nothing else counts, such as what the kernel says of this process's files."""
-    watched.watchdog.store = store = dist.HashStore()
+    store = dist.HashStore()
+    watched.watchdog.store = store if rank != "the only" else None
     watched.watchdog._find_behind = list
     store.add("flatland/progress", int(rank == "another"))
     watched.hang_limit, long_ago = 60, time.perf_counter() - 90
-    monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank == "this" else 0.0)
+    monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank in ("this", "the only") else 0.0)
     watched.clock.since = long_ago
     watched.watchdog._check_progress()
     assert watched.watchdog.ended == ([1] if rank == "no" else False)
-    assert store.add("flatland/progress", 0) == int(rank != "no")  # it tells the others
+    assert store.add("flatland/progress", 0) == int(rank in ("this", "another"))  # it tells the others
 
 
 @pytest.mark.parametrize(("ranks", "silent"), [(1, []), (3, []), (12, []), (6, [4])])

@@ -118,12 +118,6 @@ def test_a_stream_holds_whole_characters(tmp_path):
             ours.encode("a\ud800b")
 
 
-def test_tokens_that_the_settings_name_are_control_tokens(tmp_path):
-    named = {"eos_token": {"content": "<tool>"}}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("words"), tokenizer_config__json=named))
-    assert ours.eos_id == ours.control["<tool>"] == 1500 and 1500 not in ours.encode("<tool>")
-
-
 # ---- sentencepiece
 
 LLAMA2 = {
