@@ -213,10 +213,9 @@ MAINS = {"download.py": download.main, "data.py": data.main, "train.py": train.m
 
 
 @pytest.fixture
-def run_commands(tmp_path, monkeypatch):
+def run_commands(monkeypatch):
     """run_commands(commands, text to be typed) -> what each printed on stdout. In this process: each of them by itself
     would import torch again."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
     skip_plots(monkeypatch.setattr)
 
@@ -264,9 +263,10 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path, run_commands):
+def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path, monkeypatch, run_commands):
     """A model that knows other facts learns the 20 facts, with either kind of frozen weights; and four bits change the
     validation loss by less than another seed does."""
+    monkeypatch.chdir(tmp_path)
     facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
     write_chats(tmp_path / "others.jsonl", GOODS.split()[7:] + GOODS.split()[:7])
     write_model(tmp_path)
@@ -287,6 +287,7 @@ def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path, run_commands)
 def test_six_commands_teach_a_model_to_talk(tmp_path, monkeypatch, run_commands):
     """As they are printed, but for the launcher, which has tests of its own, and with small sizes: 20 facts, each in 10
     of 15 phrasings, are told when they are asked for in an eleventh."""
+    monkeypatch.chdir(tmp_path)
     facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
     write_model(tmp_path)
     six = commands(ROOT / "README.md")[-6:]
