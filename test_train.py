@@ -133,7 +133,7 @@ def test_rows_that_ranks_share_train_like_whole_rows(tmp_path, text):
     train(*flags, "--steps", 4, "--save_every", 1, "--keep", 4, "--out", tmp_path / "one")
     resume = ["--resume", tmp_path / "one/checkpoints/step-00000001"]
     for steps, ranks in ((2, 2), (3, 4), (4, 1)):
-        more = ["--steps", steps, "--context_parallel", ranks, "--sample_every", 2, *resume]
+        more = ["--steps", steps, "--context_parallel", ranks, "--sample_every", 2 * (ranks == 2), *resume]
         train(*flags, *more, "--out", tmp_path / "shared", ranks=ranks)
         resume = []
     kept = ("loss", "grad_norm", "val_loss", "router_aux_loss", "loss_numbers.txt", "loss_b.txt", "expert_load_0")

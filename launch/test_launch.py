@@ -101,7 +101,7 @@ class Checkout:
             shutil.copytree(ROOT / name, folder / name)
         for name in ("launch.sh", "requirements.txt", "hosts"):
             shutil.copy(ROOT / name, folder / name)
-        self.replace("launch/cluster.py", "^LOOK, LOOK_OVER_SSH = .*", "LOOK, LOOK_OVER_SSH = 0.1, 0.5")
+        self.replace("launch/cluster.py", "^LOOK, LOOK_OVER_SSH = .*", "LOOK, LOOK_OVER_SSH = 0.1, 1.0")
         (folder / "train.py").write_text(FAKE_TRAIN)
         (folder / "config.py").write_text(FAKE_CONFIG)
         for name in ("bin", "tmp"):
@@ -411,7 +411,7 @@ def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(chec
     assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
     assert f"Started runs/two on {NAME}, {label}; log in" in out
     run, log = checkout.run("two"), checkout.run("two") / "log.txt"
-    eventually(lambda: "Batch 12 " in node.read(log), "some batches")
+    eventually(lambda: "Batch 4 " in node.read(log), "some batches")
     assert json.dumps(["--x", odd])[1:-1] in log.read_text()
     assert 'environment ["2", null, 17]' in log.read_text()
     assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text or "secret" in text]
