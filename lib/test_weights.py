@@ -409,8 +409,15 @@ def read(folder: Path, values: dict) -> ModelConfig:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config(tmp_path, name):
-    """The folder's shape is the row's, but for the initialisation, which is ours."""
-    assert replace(read(tmp_path, PUBLISHED[name]), init_std=MODELS[name].init_std) == MODELS[name]
+    """The folder's shape is the row's, but for the initialisation, which is ours. An export has the file's values in
+    the same types of JSON."""
+    theirs = PUBLISHED[name]
+    shape = read(tmp_path, theirs)
+    assert replace(shape, init_std=MODELS[name].init_std) == MODELS[name]
+    ours = config_json(shape, "bfloat16")
+    for a, b in ((theirs, ours), (theirs.get("rope_scaling") or {}, ours.get("rope_scaling") or {})):
+        same = [key for key in a.keys() & b.keys() - {"rope_theta", "rope_scaling"} if a[key] == b[key]]
+        assert {key: repr(a[key]) for key in same} == {key: repr(b[key]) for key in same}  # 8192 == 8192.0
 
 
 @pytest.mark.parametrize("name", [*MODELS, *FAMILY, "no balancing loss"])
@@ -442,6 +449,7 @@ SAME = [  # a family, harmless changes
     ("llama", {"hidden_act": "swish", "pad_token_id": 128004, "use_cache": False, "attention_dropout": 0.1}),
     ("llama", {"_name_or_path": "x", "quantization_config": None, "pruned_heads": {}, "chunk_size_feed_forward": 0}),
     ("llama", {"rope_scaling": {**{k: v for k, v in SCALING.items() if k != "rope_type"}, "type": "llama3"}}),
+    ("llama", {"rope_scaling": SCALING | {"original_max_position_embeddings": 8192.0}}),  # as we once wrote it
     ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": 3072, "scale_attn_weights": True}),
     ("mixtral", {"router_jitter_noise": 0.0, "output_router_logits": True}),
     ("qwen2", {"layer_types": ["full_attention"] * 24, "sliding_window": 4096, "use_sliding_window": None}),
@@ -517,6 +525,7 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     ("llama", {"rope_theta": ..., "rope_parameters": SCALING | {"rope_theta": 5e5}}, "they differ"),
     *(("llama", scaling(**{key: ...}), f"{key} is None, expected") for key in SCALING if key != "rope_type"),
     *(("llama", scaling(factor=v), "positive") for v in (0, "8", True, [8.0], float("nan"), float("inf"))),
+    ("llama", scaling(original_max_position_embeddings=8192.5), "is 8192.5, expected a whole number"),
     ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),
     ("llama", {"rope_theta": 10**400}, "rope_theta is 1000.*, expected a positive number"),
     ("llama", {"rope_scaling": "llama3"}, "is 'llama3', expected an object"),
