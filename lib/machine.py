@@ -66,7 +66,8 @@ GPUS = {
     "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
 }
 # Widths of the matrices whose product measures a device. The first product that takes LONG seconds counts, or the last.
-WIDTHS, LONG = {"cuda": (2048, 4096, 8192), "cpu": (2048,)}, 0.005
+# A CPU without bf16 multiplies it a hundred times slower than fp32, so its widths begin small.
+WIDTHS, LONG = {"cuda": (2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}, 0.005
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
