@@ -510,13 +510,14 @@ def refuse_empty(run: Path) -> None:
         raise UserError(f"{run} has no checkpoints; a run folder is runs/NAME")
 
 
-def keep_lanes(config: Config) -> Config:
-    """--lanes 0 becomes the number in the checkpoint that the run resumes, if there is a checkpoint."""
-    if config.lanes:
-        return config
-    for folder in _candidates(config):
+def keep_defaults(config: Config) -> Config:
+    """--batch_tokens 0 and --lanes 0, whose values depend on the ranks, become those in the checkpoint that the run
+    resumes, if there is a checkpoint."""
+    absent = {name for name in ("batch_tokens", "lanes") if not getattr(config, name)}
+    for folder in _candidates(config) if absent else ():
         if manifest := read_json(folder / "manifest.json"):
-            return replace(config, lanes=manifest.get("config", {}).get("lanes", LANES))
+            saved = {"lanes": LANES} | manifest.get("config", {})
+            return replace(config, **{name: saved[name] for name in absent & saved.keys()})
     return config
 
 
@@ -545,9 +546,12 @@ def _differing(old: dict, new: dict) -> dict[str, list]:
 
 
 def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
-    """Refuses to resume with other settings; --resume_override names exceptions. None: a fresh start."""
+    """Refuses to resume with other settings; --resume_override names exceptions. Also refuses a checkpoint of another
+    run that leaves nothing to train. None: a fresh start."""
     if resume_from is None:
         return
+    if resume_from.step >= config.steps and not step_folder(Path(config.out), resume_from.step).exists():
+        raise UserError(f"--steps {config.steps}: {resume_from.folder} has done {resume_from.step}; give more")
     refused = {k: v for k, v in changes(resume_from, config).items() if k not in config.resume_override}
     if not refused:  # config.json of a --model folder may have changed
         differing = _differing(asdict(resume_from.model_config), asdict(config.model_config))

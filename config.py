@@ -96,7 +96,7 @@ class Config:
     delimiter: int = _flag(-1, "token id that begins a document; -1 = the tokenizer's or the shards'", least=-1)
     seq_len: int = _flag(256, "tokens per row", least=2, group="batch and length")
     micro_batch: int = may_change_on_resume(8, "rows per rank per forward pass; 0 = its share of --batch_tokens")
-    batch_tokens: int = _flag(0, "tokens per optimizer step, of all ranks; 0 = one micro-batch each")
+    batch_tokens: int = _flag(0, "tokens per optimizer step, of all ranks; 0 = one micro-batch each at the start")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
     epochs: float = may_change_on_resume(0.0, "passes over --data; 0 = --steps")
     optimizer: str = _flag(

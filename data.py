@@ -369,7 +369,7 @@ def epochs_as_steps(config: Config, world_size: int) -> Config:
     loader = make_loader(config, 0, world_size)
     if loader.streams or len(loader.sources) > 1:
         raise UserError("--epochs needs one source of known length, not a stream or a mixture: give --steps")
-    config = replace(config, steps=-(-loader.end // loader.step_rows))
+    config = replace(config, steps=-(-loader.end // (loader.step_rows or 1)))  # 0 is refused later
     check_values(config)
     return config
 

@@ -351,6 +351,9 @@ def test_which_checkpoint_a_run_resumes_from(tmp_path):
         checkpoint.find(replace(config, resume=str(tmp_path / "nowhere")))
     other = replace(config, out=str(tmp_path / "other"), resume=str(tmp_path / "checkpoints/step-00000001"))
     assert checkpoint.find(other)[0].step == 1
+    with pytest.raises(UserError, match="--steps 1: .*step-00000001 has done 1; give more"):
+        checkpoint.refuse_changes(checkpoint.find(other)[0], replace(other, steps=1))
+    checkpoint.refuse_changes(checkpoint.find(config)[0], replace(config, steps=1))  # its export may be missing
     assert checkpoint.find(replace(other, resume="never"))[0] is None
     with pytest.raises(UserError, match="already holds step-00000001; give another --out"):
         checkpoint.find(replace(config, resume="never"))

@@ -150,12 +150,12 @@ def saved_parts(run: Path) -> set[tuple[str, str]]:
 
 def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text):
     """In bf16, evaluation, samples and saves at the same steps: fp32 weights and both moments of every parameter, from
-    which one process goes on as two do, and two as one. One process computes what two do, to less than bf16's
-    rounding."""
+    which one process goes on as two do, and two as one, with as many tokens per step. One process computes what two do,
+    to less than bf16's rounding."""
     flags = [*FAST, "--dtype", "bf16", "--data", text, "--log_every", 1, "--eval_every", 2, "--sample_every", 2]
-    flags += ["--batch_tokens", 512, "--schedule", "constant"]
+    flags += ["--schedule", "constant"]
     one, two, alone = (tmp_path / name for name in ("one", "two", "alone"))
-    train(*flags, "--steps", 2, "--out", one)
+    train(*flags, "--steps", 2, "--out", one, "--batch_tokens", 512)  # the default of two ranks
     train_in_turn(*([*flags, "--steps", steps, "--out", out] for out, steps in ((two, 2), (two, 3), (one, 3))))
     train(*flags, "--steps", 3, "--resume", checkpoint.step_folder(two, 2), "--out", alone)
     saved = saved_parts(two)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
     ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
-    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)  # the parts of a stream, lib/rows.py
+    asked = on_first_rank(lambda: checkpoint.keep_defaults(asked), ranks)
     config = resolve(asked, ranks)
     if only_checks:
         return print_check(count_steps(asked, config, ranks), ranks)

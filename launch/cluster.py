@@ -171,9 +171,7 @@ class Supervisor:
         others = ",".join(host.name for host in self.hosts if host not in silent)
         if silent and others:
             names = ", ".join(host.label for host in silent)
-            tokens = read_json(self.out / "flags.json").get("batch_tokens", 0)  # the default depends on the hosts
-            flags = f"--hosts {others} --batch_tokens {tokens}"
-            self.report(f"{names} did not come back. To continue without, add to the same command: {flags}")
+            self.report(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
 
     def attempt(self) -> State:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""

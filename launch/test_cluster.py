@@ -281,7 +281,6 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_silent
     supervisor.hosts = [Host(n, label=n, last=answer) for n, answer in (("a", FINE), ("me@b:22", FINE), ("c", SILENT))]
     ends = iter([cluster.State("failed", n, f"what {n}") for n in range(9)])
     saved = iter(["", "step-4", "step-7", "step-7"])
-    node.write_json(supervisor.out / "flags.json", {"batch_tokens": 128})
     monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
     monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
     supervisor.run()
@@ -289,7 +288,7 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_silent
         "Relaunching from step-4 in 0 s: try 1 of 1",
         "Relaunching from step-7 in 0 s: try 1 of 1",
         "Gave up after 1 tries without progress",
-        "c did not come back. To continue without, add to the same command: --hosts a,me@b:22 --batch_tokens 128",
+        "c did not come back. To continue without, add to the same command: --hosts a,me@b:22",
     ]
     assert cluster.read_status(supervisor.out)["message"] == "what 1"  # that of `waiting`: `attempt` records the end
 

@@ -136,18 +136,20 @@ def test_lanes_are_chosen_for_the_ranks(tmp_path, caplog, ranks, micro_batch):
     assert chosen >= 64 and readers[chosen] == 1 and (ranks, micro_batch, readers[64]) != (1024, 1, 1)
 
 
-def test_a_resume_keeps_the_lanes(tmp_path):
-    c = config(write(tmp_path / "d", 1, 1), lanes=0, out=tmp_path / "run")
+def test_a_resume_keeps_what_depends_on_the_ranks(tmp_path):
+    c = config(write(tmp_path / "d", 1, 1), lanes=0, batch_tokens=0, out=tmp_path / "run")
     folder = tmp_path / "run/checkpoints/step-00000002"
-    assert checkpoint.keep_lanes(c).lanes == 0 and settle.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
+    assert checkpoint.keep_defaults(c) == c and settle.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
     folder.mkdir(parents=True)
     old = {name: value for name, value in asdict(c).items() if name != "lanes"}  # before there was such a flag
+    old["batch_tokens"] = 96
     for then, lanes in ((old, 64), (old | {"lanes": 7}, 7)):
         (folder / "manifest.json").write_text(json.dumps({"config": then}))
-        kept = checkpoint.keep_lanes(c)
+        kept = checkpoint.keep_defaults(c)
         saved = SimpleNamespace(manifest=json.loads(json.dumps({"config": then})), model_config=c.model_config)
-        assert kept.lanes == lanes and checkpoint.changes(saved, kept) == {}
-    assert checkpoint.keep_lanes(replace(c, lanes=5)).lanes == 5
+        assert (kept.lanes, kept.batch_tokens) == (lanes, 96) and checkpoint.changes(saved, kept) == {}
+    given = replace(c, lanes=5, batch_tokens=32)
+    assert checkpoint.keep_defaults(given) == given
 
 
 def test_bad_rows(tmp_path, caplog):
