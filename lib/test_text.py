@@ -163,7 +163,7 @@ def test_a_missing_package_a_refusal_and_a_bug_of_ours(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     for address, message in (
         ("s3://b/*.jsonl", "s3fs.* -m pip install s3fs"), ("gs://b/a.txt", "-m pip install gcsfs"),
-        ("az://b/a.txt", "install adlfs"), ("nfs5://b", "not known: nfs5"), ("memory://data/b.jsonl", "no file of"),
+        ("az://b/a.txt", "install adlfs"), ("nfs5://b", "not known: nfs5"), ("memory://data/b", "b does not exist"),
     ):  # fmt: skip
         assert re.search(message, refused(find_files, address, "--data"))
     for error, kind in (
@@ -255,6 +255,21 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*whole["files"], ".lock", "index.json"])
 
 
+def test_a_call_that_ends_in_its_first_shard_resumes(tmp_path, monkeypatch):
+    """Here because the disk is full, which names the file. An older call for other tokens made no shard."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/progress.jsonl").write_text('\n{"key": "other"}')
+    shard = tmp_path / "out/train-00000.bin"
+    full = mock.Mock(side_effect=lambda _: shard.touch() or os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"No space left on device: '{shard}'"):
+        patch.setattr(Path, "write_bytes", full)
+        run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert shard.exists() and "other" not in (tmp_path / "out/progress.jsonl").read_text()
+    run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert tokens(tmp_path / "out", "train") == naive(ROWS)["train"]
+
+
 def test_the_index_is_written_once(tmp_path, monkeypatch):
     """At the end; each shard adds a line of the same length to another file."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
@@ -282,6 +297,12 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     content[2000] ^= 1
     path.write_bytes(content)
     assert "train-00000.bin has changed since it was prepared" in refused(data.main, ["verify", str(out)])
+    for name, message in (("a.bin", "has no header: nothing to verify"), ("a.txt", "is text: nothing to verify")):
+        (tmp_path / name).write_bytes(b"text")
+        assert refused(data.main, ["verify", str(tmp_path / name)]) == f"{tmp_path / name} {message}"
+    with pytest.raises(SystemExit):
+        data.main(["show", "--help"])
+    assert "--n N" in capsys.readouterr().out
     data.main(["show", "--data", str(out), "--n", "2", "--seq_len", "40"])
     output = capsys.readouterr().out
     assert output.count("--- row") == 2 and "[[" in output
@@ -290,6 +311,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words, message", [
     ("--data x --tokeniser y", "the nearest one is --tokenizer"), ("--data x", "prepare needs --tokenizer, --out"),
     ("--data x --shard_token=5", "did you mean --shard_tokens?"), ("--seqlen 5", "the nearest one is --seq_len"),
+    ("--data x --tokenizer bytes --out o --text-field a --seq-len 9 --stream", "no use for --seq_len, --stream"),
 ])  # fmt: skip
 def test_wrong_flags_of_prepare(words, message):
     assert message in refused(data.main, ["prepare", *words.split()])
@@ -335,9 +357,16 @@ def test_bad_input_is_named(tmp_path, name, content, pattern):
 def test_a_file_of_an_unknown_format_is_not_proposed_instead_of_itself(tmp_path):
     (tmp_path / "a.dat").touch()
     message = refused(find_files, str(tmp_path / "a.dat"), "--data")
-    assert "did you mean" not in message and "a.dat: no file of a known format in " in message
+    assert "did you mean" not in message and "a.dat: no file of a known format; " in message
     (tmp_path / "b.dat").touch()
     assert "did you mean b.dat?" in refused(find_files, str(tmp_path / "a.dat"), "--data")
+
+
+def test_what_is_not_there_or_empty_is_named(tmp_path):
+    (tmp_path / "books").mkdir()
+    message = f"--data {tmp_path}/boks does not exist; did you mean books?"
+    assert refused(find_files, f"{tmp_path}/boks", "--data") == message
+    assert refused(find_files, f"{tmp_path}/books", "--data") == f"--data {tmp_path}/books is empty"
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, caplog):

@@ -9,8 +9,8 @@ trained on.
 `prepare` writes a folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic
 20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (sources, tokenizer, hashes).
 Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold the rows in their order, for any number
-of processes. While `prepare` runs, it adds a line to progress.jsonl for each pair of shards: their hashes, and the
-position after them, where an interrupted call resumes.
+of processes. While `prepare` runs, it adds a line to progress.jsonl at its start and for each pair of shards: their
+hashes, and the position after them, where an interrupted call resumes.
 
 Every format can be read from every address of lib/stores.py. config.py imports this module, so it imports numpy only in
 functions, and torch never."""
@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
 from lib.errors import Parser, UserError, nearest, printable, within
-from lib.files import read_ahead, read_json, read_object, write_whole
+from lib.files import read_ahead, read_json, read_object, with_retries, write_whole
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
@@ -73,6 +73,7 @@ INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
 CHANGING = "key", "kind", "skipped", "position"  # the fields of the index that a line of progress repeats
 SHARD_TOKENS = 100_000_000
 NEEDED = "--data", "--tokenizer", "--out"  # flags of `prepare` that have no default
+OPTIONAL = "--text_field", "--chat_fields", "--skip_bad", "--model", "--weights"  # and others that it reads
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
@@ -128,13 +129,16 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         texts = [file for file in texts if os.path.basename(file.name) != "README.md"]
     if shards or texts:
         return shards or texts
-    hint = ""
+    path, hint = Path(spec).expanduser().absolute(), ""
+    if not entries and path.is_dir():
+        raise UserError(f"{flag} {spec} is empty")
     if len(entries) > len(files):
         hint = f"; with the files in its folders: '{spec.removesuffix('/*').rstrip('/')}/**'"
     elif not store:
-        path = Path(spec).expanduser().absolute()
         near = nearest(path.name, {sibling.name for sibling in path.parent.glob("*")} - {path.name})
-        hint = f" in {path.parent}" + f"; did you mean {near}?" * bool(near)
+        hint = f"; did you mean {near}?" * bool(near)
+    if not entries:
+        raise UserError(f"{flag} {spec if store else path} does not exist{hint}")
     raise UserError(f"{flag} {spec}: no file of a known format{hint}; {FORMATS} are known")
 
 
@@ -367,7 +371,7 @@ def write_shard(path: Path, tokens: Sequence[int], vocab_size: int) -> str:
     version, width, _ = MAGICS[magic]
     header = struct.pack("<3i", magic, version, len(tokens)).ljust(HEADER, b"\0")
     content = header + np.asarray(tokens).astype(f"<u{width}").tobytes()
-    path.write_bytes(content)
+    with_retries(path, lambda: path.write_bytes(content))
     return hashlib.sha256(content).hexdigest()
 
 
@@ -442,7 +446,7 @@ def prepare(
                     index = _resume(sources, encoder, out, key)
                     _write_all(sources, encoder, out, index, shard_tokens, val_every)
             finally:
-                if os.listdir(out) == [".lock"]:  # after an error
+                if {*os.listdir(out)} <= {".lock", PROGRESS}:  # after an error
                     shutil.rmtree(out)
     return read_json(out / INDEX)
 
@@ -460,21 +464,24 @@ def _resume(sources, encoder, out, key):
         "sources": [source.name for source in sources],
         "files": {},
         "skipped": 0,
-        "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
-    }
-    others = sorted({*os.listdir(out)} - {".lock", INDEX})
-    lines = (out / PROGRESS).read_text().split("\n") if PROGRESS in others else []
-    for line in lines:
+    }  # and "position" until all is done: the source and its row behind the last shard
+    progress, others = out / PROGRESS, sorted({*os.listdir(out)} - {".lock", INDEX, PROGRESS})
+    for line in progress.read_text().split("\n") if progress.exists() else ():
         with contextlib.suppress(ValueError):  # a kill may have cut a line
             record = json.loads(line)
             if record.get("key") == key:
                 index["files"] |= record.pop("files")
                 index |= record
-    if others and not index["files"]:
+    if "position" in index:
+        return index
+    if others:
         raise UserError(
-            f"--out {out} holds {', '.join(others[:3])}, made of other input, or with other flags or code: name"
-            " another folder, or empty it"
+            f"{out} holds {', '.join(others[:3])}, made of other input, or with other flags or code: name another"
+            " folder, or empty it"
         )
+    progress.unlink(missing_ok=True)
+    index["position"] = [0, 0]
+    _add_progress(out, index, {})
     return index
 
 
@@ -511,7 +518,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
     _write_shards(out, index, tokens, counts)
     del index["position"]
-    write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
+    with_retries(out / INDEX, lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True))
     (out / PROGRESS).unlink()
 
 
@@ -526,8 +533,18 @@ def _write_shards(out, index, tokens, counts):
             counts[split] += 1
             del ids[:]
     index["files"] |= files
-    with open(out / PROGRESS, "a") as file:
-        file.write("\n" + json.dumps({name: index[name] for name in CHANGING} | {"files": files}))
+    _add_progress(out, index, files)
+
+
+def _add_progress(out, index, files):
+    """Adds a line to progress.jsonl. files: written since the line before it."""
+    line = "\n" + json.dumps({name: index[name] for name in CHANGING} | {"files": files})
+
+    def add():
+        with open(out / PROGRESS, "a") as file:
+            file.write(line)
+
+    with_retries(out / PROGRESS, add)
 
 
 def digest(files: list[TextFile], *made_with) -> str:
@@ -549,11 +566,16 @@ def verify(path: Path) -> Iterator[str]:
     recorded = read_index(folder).get("files", {})
     files = [Path(file.name) for file in find_files(str(path), "verify")]
     for file in dict.fromkeys(files + [folder / name for name in recorded if path.is_dir()]):
+        if kind_of(file.name) != SHARD:
+            yield f"{file} is text: nothing to verify"
+            continue
         try:
-            find_shard(str(file), file.stat().st_size)
+            shard, _ = find_shard(str(file), file.stat().st_size, "uint16")
             sha256 = recorded and hashlib.sha256(file.read_bytes()).hexdigest()
             if recorded and recorded.get(file.name, {}).get("sha256") != sha256:
                 yield f"{file} has changed since it was prepared (sha256): prepare the text again"
+            elif not shard.offset:
+                yield f"{file} has no header: nothing to verify"
         except (FileNotFoundError, UserError) as e:
             yield str(e)
 
@@ -596,8 +618,11 @@ def main(argv: list[str], parse_args: Callable) -> None:
         return print(f"{', '.join(map(str, args.path))}: all is as it should be")
     prepares.refuse_typos(flags)
     config = parse_args(flags)
-    if missing := [flag for flag in NEEDED if flag not in {word.partition("=")[0] for word in flags}]:
+    given = {f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in flags if word.startswith("--")}
+    if missing := [flag for flag in NEEDED if flag not in given]:
         raise UserError(f"prepare needs {', '.join(missing)}")
+    if unread := given.difference(NEEDED, OPTIONAL):
+        raise UserError(f"prepare has no use for {', '.join(sorted(unread))}")
     sources, out = [file for spec in config.data for file in find_files(spec, "--data")], Path(config.out)
     files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
     print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
