@@ -329,6 +329,9 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
     ids, mask = render_chat(ours, messages, chat_template(ours, family))
     assert decode_marked(ours, ids, mask, False) == marked
+    messages[0], messages[2] = {"role": "system"}, {"role": "assistant", "tool_calls": [CALL]}
+    with pytest.raises(UserError, match="does not render tool_calls"):
+        render_chat(ours, messages, chat_template(ours, family), notes=[])
 
 
 @pytest.mark.parametrize("template, row, message", [
