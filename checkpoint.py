@@ -527,8 +527,8 @@ def _candidates(config: Config) -> list[Path]:
     if config.resume == "auto":
         return existing
     chosen = [] if config.resume == "never" else [Path(config.resume)]
-    if not all(folder.is_dir() for folder in chosen):
-        raise UserError(f"--resume {config.resume}: the folder does not exist")
+    if not all((folder / "manifest.json").exists() for folder in chosen):
+        raise UserError(f"--resume {config.resume}: it is not a checkpoint, which is in RUN/checkpoints/step-N")
     if existing and not any(map(existing[0].samefile, chosen)):
         raise UserError(f"--resume {config.resume}: {config.out} already holds {existing[0].name}; give another --out")
     return chosen

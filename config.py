@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, nearest
+from lib.errors import Parser, UserError, naming, nearest
 from lib.files import ROOT, VERSION
 from lib.hub import local_path
 from lib.synonyms import describe_unknown
@@ -199,7 +199,10 @@ class Config:
         if row is None:
             from lib.families import read_config
 
-            row = read_config(local_path(self.model, "--model"))
+            flag = "--weights" if self.model == self.weights else "--model"
+            folder = local_path(self.model, flag)
+            with naming(f"{flag} {self.model}"):
+                row = read_config(folder)
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         changes = {name: value for name in sizes if (value := getattr(self, name))}
         if self.router_aux_loss_coef >= 0:
@@ -499,6 +502,8 @@ def check_values(c: Config) -> None:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
         raise UserError(f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}")
+    if c.delimiter >= model.vocab_size:
+        raise UserError(f"--delimiter {c.delimiter}: the ids of {c.model} are below {model.vocab_size}")
     if c.router_aux_loss_coef >= 0 and not model.n_experts:
         raise UserError(f"--router_aux_loss_coef {c.router_aux_loss_coef}: {c.model} has no experts; remove the flag")
     if c.lora:
@@ -558,6 +563,7 @@ NEEDS = {  # the flags without which a flag has no effect
     "fp8_log_every": ("fp8",),
     "keep_every": ("save_every",),
     "load": ("weights",),
+    "prompt": ("sample_every",),
 }
 
 
@@ -583,6 +589,7 @@ CONFLICTS = (
     Conflict("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--decay_steps", "--schedule constant", "it has no decay; remove one"),
+    Conflict("--min_lr", "--schedule constant", "it has no decay; remove one"),
     Conflict("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
     Conflict("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
     Conflict("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),

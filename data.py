@@ -44,7 +44,7 @@ from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, Stream, TooLittle, permute, turns
 from lib.settle import check_tokenizer
-from lib.text import builtin_file, knows_text, log, split_weight
+from lib.text import VERBS, builtin_file, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, load_tokenizer, token_sizes
 from model import IGNORE, document_begins
 
@@ -452,7 +452,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
 def main(argv: list[str]) -> None:
     if argv[:1] != ["show"]:
         return run_text_command(argv, parse_args)
-    parser = Parser({"--n": {"type": within(int, 1), "default": 3}}, prog="data.py show", add_help=False)
+    n = {"type": within(int, 1), "default": 3, "help": "rows (%(default)s)"}
+    parser = Parser({"--n": n}, prog="data.py show", description=VERBS["show"]["help"])
     args, flags = parser.parse_known_args(argv[1:])
     for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
         print(text, flush=True)

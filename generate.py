@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, check_words, prepare_python, run_script, within
+from lib.errors import Parser, UserError, check_words, naming, prepare_python, run_script, within
 from lib.files import read_file, read_json
 from lib.hub import local_path
 
@@ -314,7 +314,8 @@ def converse(model: Transformer, source: Source, tools: list, args: argparse.Nam
 def main(argv: list[str]) -> None:
     args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
-    tools = parse_field(read_file(Path(args.tools)), f"--tools {args.tools}") if args.tools else []
+    with naming(f"--tools {args.tools}"):
+        tools = parse_field(read_file(Path(args.tools)), "its content") if args.tools else []
     if args.chat and not source.chats:
         warn_once(
             f"--chat: {args.run} has no chat template and was not trained on conversations: leave out --chat to"

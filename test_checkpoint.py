@@ -347,8 +347,9 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
 def test_which_checkpoint_a_run_resumes_from(tmp_path):
     config, model, optimizer = make_state(tmp_path)
     save(tmp_path, 1, model, optimizer, {}, config)
-    with pytest.raises(UserError, match="the folder does not exist"):
-        checkpoint.find(replace(config, resume=str(tmp_path / "nowhere")))
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(UserError, match=f"--resume {folder}: it is not a checkpoint.* RUN/checkpoints/step-N"):
+            checkpoint.find(replace(config, resume=str(folder)))
     other = replace(config, out=str(tmp_path / "other"), resume=str(tmp_path / "checkpoints/step-00000001"))
     assert checkpoint.find(other)[0].step == 1
     with pytest.raises(UserError, match="--steps 1: .*step-00000001 has done 1; give more"):

@@ -51,7 +51,7 @@ def recipe(tmp_path, monkeypatch):
     ("--seq_len 64", {"seq_len": 64}), ("--seq_len=64", {"seq_len": 64}), ("--seq-len 64", {"seq_len": 64}),
     ("--seq-len=64", {"seq_len": 64}), ("--seq_len 8 --seq-len=64", {"seq_len": 64}), ("--lr 1", {"lr": 1.0}),
     ("--check", {"check": 0}), ("--check 4", {"check": 4}), ("", {"check": -1}), ("--delimiter -1", {"delimiter": -1}),
-    ("--prompt=--a-b=c", {"prompt": "--a-b=c"}), ("--track wandb,tensorboard", {"track": ("wandb", "tensorboard")}),
+    ("--out=--a-b=c", {"out": "--a-b=c"}), ("--track wandb,tensorboard", {"track": ("wandb", "tensorboard")}),
     *((f"--offload_activations{word} --steps 7", {"offload_activations": value, "steps": 7})
       for word, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items()),
 ])  # fmt: skip
@@ -60,8 +60,8 @@ def test_spellings_and_types_and_later_wins(words, changes):
 
 
 def test_values_may_hold_spaces():
-    c = parse_args(["--data", "my-own text.txt", "b.bin", "--prompt=--a-b=c d", "--lr", "1"])
-    assert (c.data, c.prompt, type(c.lr)) == (("my-own text.txt", "b.bin"), "--a-b=c d", float)
+    c = parse_args(["--data", "my-own text.txt", "b.bin", "--out=--a-b=c d", "--lr", "1"])
+    assert (c.data, c.out, type(c.lr)) == (("my-own text.txt", "b.bin"), "--a-b=c d", float)
 
 
 @pytest.mark.parametrize("name, ours", [
@@ -124,9 +124,9 @@ def test_a_folder_brings_its_model_and_tokenizer(folder):
 
 
 def test_recipes_hold_comments_quotes_and_other_recipes(recipe):
-    recipe("base", "--steps 5   # five\n\n# --steps 6\n--lr=1e-3 --prompt 'to be # or \"not\"'\n")
+    recipe("base", "--steps 5   # five\n\n# --steps 6\n--lr=1e-3 --out 'to be # or \"not\"'\n")
     c = parse_args([recipe("own", '@recipes/base.args --data "a b.txt"\n c.bin\n--steps 7\n')])
-    assert (c.steps, c.lr, c.prompt, c.data) == (7, 1e-3, 'to be # or "not"', ("a b.txt", "c.bin"))
+    assert (c.steps, c.lr, c.out, c.data) == (7, 1e-3, 'to be # or "not"', ("a b.txt", "c.bin"))
 
 
 @pytest.mark.parametrize("words, steps", [
@@ -204,6 +204,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
     (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"), (f"--dim {2**40} --n_heads 4", "no machine holds"),
     ("--min_lr 0.02 --lr 0.01", "--min_lr 0.02 .*--lr 0.01"),
+    ("--delimiter 258", "--delimiter 258: the ids of tiny-llama are below 258"),
     ("--model gpt2 --seq_len 1025", "--seq_len 1025: gpt2 has 1024 learned positions"),
     ("--model llama3-8b --n_heads 12", "--model llama3-8b with --n_heads 12: .*n_kv_heads 8"),
     ("--dim 66", "--model tiny-llama with --dim 66: .*n_heads 4"), ("--dim 36", "with --dim 36: .*even head_dim"),
@@ -212,7 +213,8 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--model tiny-mixtral --router_aux_loss_coef nan", "nan"), ("--fp8_skip down_proj", "--fp8_skip"),
     ("--fp8_all_gather on", "--fp8_all_gather"), ("--fp8 off --fp8_grad_dtype e4m3", "--fp8_grad_dtype"),
     ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"),
-    ("--load rank0", "--load"), ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
+    ("--load rank0", "--load"), ("--prompt x", "--prompt has no effect without --sample_every"),
+    ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
     ("--epochs 2 --steps 9", "exclude each other"), ("--lora 8 --tokenizer bytes", "--lora 8 without --weights"),
 ], ids=lambda text: text[:40])  # fmt: skip
 def test_mistakes_are_named(words, message):
@@ -221,7 +223,7 @@ def test_mistakes_are_named(words, message):
 
 @pytest.mark.parametrize("words", [
     "--lr=0.01 --min_lr=0.01", "--model=gpt2 --seq_len=1024", "--model=llama2-7b --seq_len=5000", "--stream --lanes=4",
-    "--data=a.bin --tokenizer=bytes --sample_every=5", "--data=README.md --sample_every=5",
+    "--delimiter=257",    "--data=a.bin --tokenizer=bytes --sample_every=5", "--data=README.md --sample_every=5",
     "--data=hf://datasets/a/b/c.jsonl --lanes=4", "--data=a.bin --val_data=hf://datasets/a/b/c.jsonl --lanes=4",
 ])  # fmt: skip
 def test_what_is_just_allowed(words):

@@ -301,8 +301,9 @@ def test_chat_with_tools(hub, tmp_path, monkeypatch):
     folder, tools = shutil.copytree(hub("llama3")[0], tmp_path / "model"), [{"name": "add", "parameters": {"a": "int"}}]
     (tmp_path / "tools.json").write_text(json.dumps(tools))
     words = ["--run", str(folder), "--chat", "--prompt", "Why?", "--system", "Be brief.", "--tools"]
-    with pytest.raises(UserError, match="does not render tools"):
-        main([words[0], str(hub("llama3")[0]), *words[2:], str(tmp_path / "tools.json")])
+    for file, message in ((tmp_path / "tools.json", "does not render tools"), ("none", "--tools none: .* be read")):
+        with pytest.raises(UserError, match=message):
+            main([words[0], str(hub("llama3")[0]), *words[2:], str(file)])
     (folder / "chat_template.jinja").write_text(TEMPLATE + "{{ tools | tojson if tools }}{{ '!' if not tools }}")
     prompts = []
     monkeypatch.setattr(
@@ -314,7 +315,7 @@ def test_chat_with_tools(hub, tmp_path, monkeypatch):
     assert prompts == [transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, **how)]
     for text in ("{}", "[", "add"):
         (tmp_path / "tools.json").write_text(text)
-        with pytest.raises(UserError, match=r"--tools \S+ is .*, expected a list, also as JSON"):
+        with pytest.raises(UserError, match=r"--tools \S+: its content is .*, expected a list, also as JSON"):
             main([*words, str(tmp_path / "tools.json")])
 
 

@@ -226,17 +226,22 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
 
 BAD = {  # other files' tests have more mistakes; these end in different parts of the start
     "a misspelled recipe": (["@defaults"], "did you mean @recipes/default.args?"),
-    "a misspelled file": (["--data", "READMI.md"], f"known format in {Path.cwd()}; did you mean README.md?"),
+    "a misspelled file": (["--data", "READMI.md"], f"{Path.cwd()}/READMI.md does not exist; did you mean README.md?"),
     "a file for --out": (["--out", str(ROOT / "README.md")], "error: --out "),
     "too long a name": (["--out", "é" * 128], "File name too long"),
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
     "weights that are not there": (["--weights", "{hf}-not"], "--weights"),
+    "a run folder for --weights": (["--weights", "{old}"], "directory; the model of a run is in "),
+    "a model for --lora_weights": (["--weights", "{hf}", "--lora_weights", "{hf}"], "hf: expected a PEFT adapter: "),
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "have 300: name"),
     "more ids than the weights": (["--weights", "{less}", "--tokenizer", "bytes"], "ze_token_embeddings(258)"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
-    "a prompt in Latin-1": (["--prompt", "na\udcefve"], "error: --prompt: The text is not UTF-8: character 2 "),
+    "a prompt in Latin-1": (
+        ["--sample_every", "1", "--prompt", "na\udcefve"],
+        "error: --prompt: The text is not UTF-8: character 2 ",
+    ),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
 }
 

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -145,6 +145,15 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     if status == 1 or alone or os.environ.get("RANK", "0") == "0":
         say_error(message)
     return status
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Puts a name, for example a flag and its value, before the message of a UserError."""
+    try:
+        yield
+    except UserError as e:
+        raise type(e)(f"{name}: {e}") from None
 
 
 def check_words(parse: Callable[[list[str]], object]) -> None:

@@ -99,7 +99,8 @@ def read_file(path: Path) -> bytes:
     except OSError as e:
         if e.errno in TRANSIENT:
             raise
-        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+        hint = f"; the model of a run is in {path.parent}/hf" * (path.parent / "checkpoints").is_dir()
+        raise UserError(f"{path} cannot be read: {e.strerror}{hint}") from None
     if wrong := describe_content(data[:512]):
         raise UserError(f"{path} is {wrong}")
     return data

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lib import lora, progress
-from lib.errors import UserError
+from lib.errors import UserError, naming
 from lib.families import FAMILIES, family, read_config
 from lib.files import (
     MISSING_FILE,
@@ -356,7 +356,8 @@ def adapter_flags(folder: Path) -> dict:
     """The values of --lora, --lora_alpha and --lora_targets for a PEFT adapter. The scale of rsLoRA (arXiv 2312.03732),
     alpha / sqrt(rank), becomes a larger alpha. Refuses adapters of other kinds."""
     path = folder / "adapter_config.json"
-    values = read_object(path)
+    with naming(f"--lora_weights {folder}: expected a PEFT adapter"):
+        values = read_object(path)
     for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
         if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
             raise UserError(

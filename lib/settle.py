@@ -12,7 +12,7 @@ import torch
 import shard
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
 from lib import lora, machine
-from lib.errors import Failure, UserError
+from lib.errors import Failure, UserError, naming
 from lib.families import dropout_note
 from lib.files import FULL, free_space
 from lib.folders import open_adapter, open_weights
@@ -99,10 +99,8 @@ def check_tokenizer(config: Config) -> None:
             f"{given}, --model {config.model} a vocabulary of {model.vocab_size}: give the model's tokenizer, or {fix}"
         )
     if config.prompt:
-        try:
+        with naming("--prompt"):
             tokenizer.encode(config.prompt)
-        except UserError as e:
-            raise UserError(f"--prompt: {e}") from None
     if not config.weights:
         return
     beside = holds_tokenizer(local_path(config.weights, "--weights"))
@@ -139,7 +137,9 @@ def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
     base again. Call it before anything is allocated, because a machine may lack the files."""
     if not config.weights or (resumes and not config.lora) or (rank and config.load == "rank0"):
         return None
-    read = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=rank == 0)
+    folder = local_path(config.weights, "--weights")
+    with naming(f"--weights {config.weights}"):
+        read = open_weights(folder, config.model_config, reads_head=rank == 0)
     if config.lora_weights and not resumes:
         return lora.join(read, open_adapter(local_path(config.lora_weights, "--lora_weights"), config))
     return read

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lib.errors import UserError, printable
+from lib.errors import UserError, naming, printable
 from lib.files import read_file, read_object
 from lib.hub import local_path
 
@@ -213,13 +213,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def _load(path: Path) -> Tokenizer:
     files = path, *(path / name for name in TOKENIZER_FILES)
     source = next((file for file in files if file.is_file()), files[1])
-    with _library_errors(
-        f"--tokenizer {path}: {source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT}"
-    ):
-        try:
-            return _read_tokenizer(source)
-        except UserError as e:
-            raise UserError(f"--tokenizer {path}: {e}") from None
+    damage = f"--tokenizer {path}: {source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT}"
+    with _library_errors(damage), naming(f"--tokenizer {path}"):
+        return _read_tokenizer(source)
 
 
 def _read_tokenizer(source: Path) -> Tokenizer:
