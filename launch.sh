@@ -38,6 +38,7 @@ case ${1-@} in
     verb=$1 && shift ;;
 esac
 [[ ${1-} != -h && ${1-} != --help ]] || verb=help
+[[ ! $verb =~ ^(recipes|setup)$ || ! $* ]] || complain "$verb takes no arguments, not $*"
 case $verb in
   help)
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh
@@ -48,7 +49,6 @@ case $verb in
     done
     exit ;;
   setup)
-    [[ ! $* ]] || complain "setup takes no arguments, not $*"
     environment run
     echo "$("$python" -V) with torch $(torch_of "$python"): $python"
     exit ;;

@@ -80,6 +80,8 @@ def hosts_of(launch: dict) -> list[Host]:
 def is_held(path: Path) -> bool:
     """Whether a process, on this machine or another that sees this file, holds a lock. A holder's death frees it: at
     once on the same machine, after 30 s on others."""
+    if not path.parent.exists():  # filelock would make it
+        return False
     fill_old_lock(path)
     lock = SoftFileLease(path)
     try:
@@ -320,6 +322,8 @@ def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     out = flags.out or max(Path("runs").glob("*/"), key=lambda run: read_status(run).get("time", 0), default=None)
     if not out or not out.is_dir():
         raise UserError(f"{Path.cwd()} has no run {out or 'runs/*'}. Give --out DIR, or start one: bash launch.sh")
+    if not any((out / name).exists() for name in ("status.json", "log.txt", "checkpoints")):
+        raise UserError(f"{out} is not a run folder: it has no status.json, log.txt or checkpoints/")
     return out, flags
 
 
@@ -404,6 +408,8 @@ def verb_logs(out: Path, flags: argparse.Namespace) -> int:
 
 
 def find_host(launch: dict, label: str) -> Host:
+    if not launch:
+        raise UserError("launch.sh did not start this run: it has no session and no logs of hosts")
     for host in hosts_of(launch):
         if label in ("", host.label, host.name):
             return host

@@ -191,6 +191,7 @@ def test_the_status_of_another_job_in_the_folder_does_not_count(supervisor, stat
 ])  # fmt: skip
 def test_the_state_of_a_run_follows_from_its_status_and_its_locks(supervisor, state, attempt, lock, expected):
     node.write_json(supervisor.out / "logs/launch.json", {"id": "x"})
+    assert not cluster.is_held(supervisor.out / "absent/lock") and not (supervisor.out / "absent").exists()
     if state:
         write_status(supervisor, state, attempt=attempt)
     else:
@@ -228,6 +229,8 @@ def test_a_host_that_was_cut_is_the_cause_unless_a_rank_knows_one(supervisor, mo
 
 
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="launch.sh did not start this run"):
+        cluster.verb_attach(tmp_path, SimpleNamespace(which=""))
     hosts = [asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"]
     files = [tmp_path / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
     for file in files:
