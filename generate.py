@@ -31,14 +31,12 @@ FLAGS = {
     "--system": dict(metavar="TEXT", help="with --chat: the system message"),
     "--tools": dict(metavar="FILE", help="with --chat: a JSON list of tools; none is run"),
     "--tokens": dict(default=300, type=within(int, 1), help="new tokens at most (%(default)s)"),
-    "--temperature": dict(
-        default=0.8, type=within(float, 0, 2**53), help="0 = always the most probable token (%(default)s)"
-    ),
+    "--temperature": dict(default=0.8, type=within(float, 0), help="0 = always the most probable token (%(default)s)"),
     "--top_k": dict(default=0, type=within(int, 0), help="choose among the k most probable tokens (0 = all)"),
     "--top_p": dict(
         default=0.95, type=within(float, 1e-9, 1), help="or among as many as together are this probable (%(default)s)"
     ),
-    "--seed": dict(default=0, type=int, help="of the choices (%(default)s)"),
+    "--seed": dict(default=0, type=within(int, -(2**53)), help="of the choices (%(default)s)"),
     "--tokenizer": dict(metavar="NAME", help="as for train.py, instead of the model's own"),
     "--dtype": dict(default="auto", choices=("auto", "bf16", "fp32"), help="auto = as trained or stored"),
 }

@@ -430,7 +430,8 @@ def test_what_another_version_wrote_is_refused(tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     *((words, f"{words.replace(' ', ': ')} must be ") for words in (
-        "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0")),
+        "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0",
+        f"--seed {2**64}")),
     *((words, "give --chat too") for words in ("--system x", "--tools x")),
     ("--promt x", "did you mean --prompt"), ("--run {empty} --promt x --tokns 3", "did you mean --prompt, --tokens"),
     ("--run {empty}", "neither the checkpoints.* nor .*config.json"),

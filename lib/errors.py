@@ -6,7 +6,6 @@ import ctypes
 import difflib
 import errno
 import importlib.util
-import math
 import os
 import platform
 import re
@@ -70,14 +69,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(typos)}")
 
 
-def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
+def within(kind: type, least: float, most: float = 2**53) -> Callable[[str], float]:
     """A type of flags: an int or a float from `least` to `most`."""
 
     def read(text: str) -> float:
         value = kind(text)
         if not least <= value <= most:
-            up_to = f", and at most {most}" * (most < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{up_to}")
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}, and at most {most}")
         return value
 
     read.__name__ = kind.__name__  # for argparse's message about other words
@@ -120,10 +118,10 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     return 1, message, True
 
 
-def say_error(message: str) -> None:
+def say_error(message: str, kind: str = "error: ") -> None:
     with contextlib.suppress(OSError):  # stderr may be on a disk that is full
         over_progress = "\r\033[K" * os.isatty(2)
-        print(f"{over_progress}error: {printable(message)}", file=sys.stderr)
+        print(f"{over_progress}{kind}{printable(message)}", file=sys.stderr)
 
 
 def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
