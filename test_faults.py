@@ -146,7 +146,8 @@ def run_here(monkeypatch, text, capsys):
 def assert_ended(run: Path, state: str, message: str) -> None:
     """Of status.json; message: a regular expression."""
     status = read_json(run / "status.json")
-    assert status["state"] == state, status
+    exit_code = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}[state]  # the table in guide/6
+    assert (status["state"], status["exit_code"]) == (state, exit_code), status
     assert re.search(message, status["message"]), status
 
 
@@ -285,6 +286,7 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     other += ["--micro_batch", 1, "--batch_tokens", 32]
     run_here(run, "--steps", 5, *other)
     run_here(run, "--steps", 4, *other)  # nothing is left to do
+    assert "the run never reaches --lr" in run_here(tmp_path / "new", "--steps", 5, "--warmup_steps", 6, "--check")
     tuned = ["--steps", 8, "--lr", 0.02, "--warmup_steps", 2]
     for flags, messages, absent in (
         ([*tuned, "--seed", 1], ["--lr was 0.01, is 0.02", "--seed was 0, is 1", "--warmup_steps was 0.0"], "override"),

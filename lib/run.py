@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
 from lib import progress, torch_private
-from lib.errors import Failure, UserError, describe_error, printable, say_error
+from lib.errors import Failure, UserError, describe_error, nearest, printable, say_error
 from lib.files import fill_old_lock, read_json, write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
@@ -129,12 +129,16 @@ class Clock:
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
-def refuse_unusable(names: tuple[str, ...]) -> None:
+def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
-        if name not in TRACKERS or importlib.util.find_spec(name) is None:
-            pip = f"{sys.executable} -m pip install {name}"
-            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, installed with {pip}")
+        if name not in TRACKERS:
+            near = nearest(name, TRACKERS)
+            raise UserError(
+                f"{flag} {name!r}: expected {' or '.join(TRACKERS)}" + f"; did you mean {near}?" * bool(near)
+            )
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"{flag} {name}: it is not installed; {sys.executable} -m pip install {name}")
 
 
 # ---- the run
@@ -341,8 +345,7 @@ class Watchdog:
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
         if self.run.stop_reason and phase in ("start", "compile"):  # nothing is to be saved
-            # Of several ranks, status 1 makes torchrun end the others.
-            self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
+            self._end("stopped before the first step", "stopped")
         since, limit = self.clock.since, timeout
         if phase not in ("steps", "data"):
             self._exchange_progress(now)
@@ -385,14 +388,14 @@ class Watchdog:
         silent = [f"rank {r} does not answer: stopped, gone, or cut off" for r in ranks if answers and r not in answers]
         return silent or [text for position, text in answers.values() if position == min(positions) < max(positions)]
 
-    def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
+    def _end(self, what: str, state: str = "failed") -> None:
         """Ends this process. state: for status.json; empty: the run folder is another job's by now."""
-        message = f"{self.ranks.name}: {what}"
-        say_error(message)
+        message, failed = f"{self.ranks.name}: {what}", state != "stopped"
+        say_error(message, "error: " * failed)
         error = PeerFailure(message) if self.run.stop_reason else Failure(message)
         if STATUS_LOCK.acquire(timeout=ANSWER):  # and never releases it: the main thread must not write "running" again
-            self.run.record_end(error, state, code, message)
-        os._exit(code)
+            self.run.record_end(error, state, int(failed), message)
+        os._exit(int(failed or self.ranks.world_size > 1))  # of several ranks, status 1 makes torchrun end the others
 
 
 # ---- one run folder, one job

@@ -149,7 +149,7 @@ def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watched, ranks):
+def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watched, capsys, ranks):
     """Reading weights may take longer than whoever asked waits. A resumed run keeps its step. What the main thread
     still writes does not count."""
     watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
@@ -160,7 +160,8 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watche
     late.start()
     late.join(0.2)
     status = read_json(tmp_path / "status.json")
-    assert (status["state"], status["step"]) == ("stopped", 7)
+    assert (status["state"], status["step"], status["exit_code"]) == ("stopped", 7, 0)
+    assert re.fullmatch("rank 0 on .*: stopped before the first step\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("rank", ["no", "this", "another", "the only"])
