@@ -65,8 +65,10 @@ def main(argv: list[str]) -> int:
 
 def print_check(config: Config, ranks: Ranks) -> int:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
-    resume_from, _ = checkpoint.find(config, checksums=False)
+    resume_from, damaged = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
+    for message in damaged + config.warnings:
+        print(message)
     state = "resume" if resume_from else "fresh"
     if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
         state = "finished"
