@@ -234,6 +234,10 @@ class Config:
                 f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {longest} tokens and has to"
                 " learn the positions after them"
             )
+        if self.min_lr and self.schedule == "constant":
+            warnings.append(f"--min_lr {self.min_lr} has no effect with --schedule constant")
+        if self.prompt and not self.sample_every:
+            warnings.append(f"--prompt {self.prompt} has no effect without --sample_every")
         if rest < 0:
             warnings.append(f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}")
         elif self.schedule == "wsd" and self.decay_steps > rest:
@@ -563,7 +567,6 @@ NEEDS = {  # the flags without which a flag has no effect
     "fp8_log_every": ("fp8",),
     "keep_every": ("save_every",),
     "load": ("weights",),
-    "prompt": ("sample_every",),
 }
 
 
@@ -589,7 +592,6 @@ CONFLICTS = (
     Conflict("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--decay_steps", "--schedule constant", "it has no decay; remove one"),
-    Conflict("--min_lr", "--schedule constant", "it has no decay; remove one"),
     Conflict("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
     Conflict("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
     Conflict("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),

@@ -153,6 +153,7 @@ def test_flags_after_a_recipe_replace_what_belongs_to_them(recipe):
     ("--steps 10 --warmup_steps 11", "--warmup_steps 11"), ("--steps 10 --warmup_steps 10", ""), ("--steps 1", ""),
     ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 50", "--decay_steps 50"),
     ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 10", ""), ("--seq_len 3000", ""),
+    ("--schedule constant --min_lr 1e-5", "--min_lr 1e-05 has no effect"), ("--prompt x", "--prompt x has no effect"),
     ("--weights FOLDER --seq_len 2048", ""), ("--weights FOLDER --seq_len 2049", "on rows of up to 2048 tokens"),
 ])  # fmt: skip
 def test_a_schedule_and_rows_that_are_too_long_are_reported(words, warns, tmp_path):
@@ -213,7 +214,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--model tiny-mixtral --router_aux_loss_coef nan", "nan"), ("--fp8_skip down_proj", "--fp8_skip"),
     ("--fp8_all_gather on", "--fp8_all_gather"), ("--fp8 off --fp8_grad_dtype e4m3", "--fp8_grad_dtype"),
     ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"),
-    ("--load rank0", "--load"), ("--prompt x", "--prompt has no effect without --sample_every"),
+    ("--load rank0", "--load"),
     ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
     ("--epochs 2 --steps 9", "exclude each other"), ("--lora 8 --tokenizer bytes", "--lora 8 without --weights"),
 ], ids=lambda text: text[:40])  # fmt: skip

@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -285,13 +286,15 @@ class Follower:
 
     def wait(self, *states: str) -> State:
         """Waits until the run leaves these states. Ctrl-C ends the waiting, not the run."""
-        try:
-            while (now := state_of(self.out)).state in states:
-                self.show_new()
-                time.sleep(LOOK)
-        except KeyboardInterrupt:
-            say(f"\n{self.out} is {state_of(self.out).state}. {hints(self.out)}")
-            raise
+        pressed = []  # a KeyboardInterrupt would be lost in a finalizer, for example of a lock
+        usual = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+        while (now := state_of(self.out)).state in states and not pressed:
+            self.show_new()
+            time.sleep(LOOK)
+        signal.signal(signal.SIGINT, usual)
+        if pressed:
+            say(f"\n{self.out} is {now.state}. {hints(self.out)}")
+            raise KeyboardInterrupt
         return now
 
     def to_the_end(self) -> int:
