@@ -20,7 +20,7 @@ from torch import nn
 
 from lib.errors import RankFailure, UserError
 from lib.files import ROOT, VERSION
-from lib.parts import is_sharded, local
+from lib.parts import is_sharded
 
 
 class Gpu(NamedTuple):
@@ -252,30 +252,15 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-LOWER_MEMORY = "What lowers it: guide/memory.md; by how much on a GPU: `python plan.py` with the same flags"
+LOWER_MEMORY = "What lowers it: guide/memory.md. The parts, and what lowers them: `python plan.py` with the same flags"
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(model: nn.Module, optimizer=None) -> Iterator[None]:
-    """Raises an out-of-memory error of the GPU again as one message that lists the uses of the memory."""
+def explain_out_of_memory() -> Iterator[None]:
+    """Raises an out-of-memory error of the GPU again as one message."""
     try:
         yield
     except torch.OutOfMemoryError:
-        device = torch.device("cuda", torch.cuda.current_device())
-        message = describe_out_of_memory(model, optimizer, torch.cuda.max_memory_allocated(), device)
+        device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated() / 2**30
+        message = f"out of memory on {device}: {peak:.2f} GiB were allocated at the peak. {LOWER_MEMORY}"
         raise RankFailure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None
-
-
-def describe_out_of_memory(model: nn.Module, optimizer, allocated: int, device: torch.device) -> str:
-    """A message with the uses of a GPU's memory. allocated: bytes at the peak."""
-    parameters, states = [*model.parameters()], optimizer.state.values() if optimizer else ()
-    tensors = {
-        "parameters": [*parameters, *model.buffers()],
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer state": [tensor for state in states for tensor in state.values()],
-    }
-    sizes = {part: sum(local(t).nbytes for t in kept if t.device.type == device.type) for part, kept in tensors.items()}
-    sizes["activations, logits and gathered layers"] = max(allocated - sum(sizes.values()), 0)
-    shown = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in sizes.items())
-    peak = f"{allocated / 2**30:.2f} GiB were allocated at the peak ({shown})"
-    return f"out of memory on {device}: {peak}. {LOWER_MEMORY}"
