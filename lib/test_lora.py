@@ -94,6 +94,7 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     assert torch.allclose(part, whole[60:110, 5:40], rtol=0, atol=1e-7)
 
     export_adapter(config, reader(model), tmp_path / "adapter")
+    assert '"lora_alpha": 5,' in (tmp_path / "adapter/adapter_config.json").read_text()
     _, theirs = peft_model(bases[name], tmp_path / "adapter")
     their_logits = theirs(TOKENS).logits
     assert error(logits, their_logits) < 1e-5
