@@ -67,6 +67,14 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path, flag: str) -> None:
+    """UserError if the folder of a flag cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{flag} {folder}: {e.strerror}: name another folder") from None
+
+
 def write_json(path: Path, value) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 

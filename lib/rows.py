@@ -32,7 +32,7 @@ import numpy as np
 from config import Config
 from lib import progress, text
 from lib.errors import Failure, RankError, UserError
-from lib.files import read_ahead, with_retries
+from lib.files import make_folder, read_ahead, with_retries
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer
 from model import IGNORE
@@ -90,10 +90,7 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
 def cache_of(config: Config) -> Path:
     """The folder of --cache. UserError if it cannot be created."""
     folder = Path(config.cache or CACHE).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"{folder}: {e.strerror}: name another folder with --cache DIR") from None
+    make_folder(folder, "--cache")
     return folder
 
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from config import Config
 from lib import progress, torch_private
 from lib.errors import Failure, UserError, describe_error, nearest, printable, say_error
-from lib.files import fill_old_lock, read_json, write_json
+from lib.files import fill_old_lock, make_folder, read_json, write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -190,10 +190,7 @@ class Run:
                 request.unlink()
 
     def _take_folder(self) -> str:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(f"--out {self.folder}: {e.strerror}") from None
+        make_folder(self.folder, "--out")
         self.lock = take_lock(self.folder)
         return self.lock.token
 

@@ -220,7 +220,7 @@ def test_the_cache_knows_the_code_and_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("filelock.FileLock", mock.Mock(side_effect=PermissionError))
     open_checked(parse_args(words))  # from a cache that others have filled and that is read-only
     (tmp_path / "file").write_text("")
-    assert "--cache DIR" in refused(open_checked, parse_args([*words[:-1], str(tmp_path / "file")]))
+    assert f"--cache {tmp_path / 'file'}: " in refused(open_checked, parse_args([*words[:-1], str(tmp_path / "file")]))
 
 
 @pytest.mark.parametrize("at", [1, 9, 20])
@@ -311,6 +311,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words, message", [
     ("--data x --tokeniser y", "the nearest one is --tokenizer"), ("--data x", "prepare needs --tokenizer, --out"),
     ("--data x --shard_token=5", "did you mean --shard_tokens?"), ("--seqlen 5", "the nearest one is --seq_len"),
+    (f"--data {data.__file__[:-7]}README.md --tokenizer bytes --out /proc/x", "--out /proc/x: No such file"),
     ("--data x --tokenizer bytes --out o --text-field a --seq-len 9 --stream", "no use for --seq_len, --stream"),
 ])  # fmt: skip
 def test_wrong_flags_of_prepare(words, message):

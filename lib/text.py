@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
 from lib.errors import Parser, UserError, nearest, printable, within
-from lib.files import read_ahead, read_json, read_object, with_retries, write_whole
+from lib.files import make_folder, read_ahead, read_json, read_object, with_retries, write_whole
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
@@ -439,7 +439,7 @@ def prepare(
 
     key = key_of(sources, encoder, shard_tokens, val_every)
     if read_json(out / INDEX).get("key") != key:  # else no lock is needed: the folder may be read-only
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "--out")
         with FileLock(out / ".lock"):
             try:
                 if read_json(out / INDEX).get("key") != key:  # another process may have prepared it
