@@ -203,7 +203,7 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path):
     path = tmp_path / "adapter_config.json"
     values = json.loads(path.read_text())
     for change, message in (
-        ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
+        ({"r": 5}, "give --lora 5 --lora_alpha 6 --lora_targets o,q"),
         ({"use_dora": True}, "use_dora is True, which is not implemented: merge .* merge_and_unload"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
