@@ -342,7 +342,8 @@ class Watchdog:
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
         if self.run.stop_reason and phase in ("start", "compile"):  # nothing is to be saved
-            self._end("stopped before the first step", "stopped")
+            # Of several ranks, status 1 makes torchrun end the others.
+            self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
         since, limit = self.clock.since, timeout
         if phase not in ("steps", "data"):
             self._exchange_progress(now)
@@ -385,14 +386,15 @@ class Watchdog:
         silent = [f"rank {r} does not answer: stopped, gone, or cut off" for r in ranks if answers and r not in answers]
         return silent or [text for position, text in answers.values() if position == min(positions) < max(positions)]
 
-    def _end(self, what: str, state: str = "failed") -> None:
-        """Ends this process. state: for status.json; empty: the run folder is another job's by now."""
+    def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
+        """Ends this process with the status `code`. state: for status.json; empty: the run folder is another job's by
+        now."""
         message, failed = f"{self.ranks.name}: {what}", state != "stopped"
         say_error(message, "error: " * failed)
         error = PeerFailure(message) if self.run.stop_reason else Failure(message)
         if STATUS_LOCK.acquire(timeout=ANSWER):  # and never releases it: the main thread must not write "running" again
             self.run.record_end(error, state, int(failed), message)
-        os._exit(int(failed or self.ranks.world_size > 1))  # of several ranks, status 1 makes torchrun end the others
+        os._exit(code)
 
 
 # ---- one run folder, one job
