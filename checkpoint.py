@@ -147,7 +147,7 @@ class Saver:
         self.config, self.ranks = run.config, run.ranks
         self.ranks_of_thread = replace(self.ranks, control=self.ranks.saving)
         self.base = base_fingerprint(self.config, self.ranks)
-        # Checkpoints after `start` are damaged, or it would be a later one. A fresh start (0) has none, or keeps all.
+        # A checkpoint after `start` is damaged: otherwise the run would resume from it. A fresh start (0) renames none.
         on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
         self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
 
@@ -514,7 +514,9 @@ def keep_defaults(config: Config) -> Config:
     """--batch_tokens 0 and --lanes 0, whose values depend on the ranks, become those in the checkpoint that the run
     resumes, if there is a checkpoint."""
     absent = {name for name in ("batch_tokens", "lanes") if not getattr(config, name)}
-    for folder in _candidates(config) if absent else ():
+    if not absent:
+        return config
+    for folder in _candidates(config):
         if manifest := read_json(folder / "manifest.json"):
             saved = {"lanes": LANES} | manifest.get("config", {})
             return replace(config, **{name: saved[name] for name in absent & saved.keys()})

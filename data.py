@@ -212,7 +212,7 @@ class Loader:
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
-        # The rows by which the last step went beyond the end of --epochs.
+        # Rows that the last step took beyond the end of --epochs.
         left_out = self.samples - (state.get("end") or self.samples)
         if left_out > 0 and self.end != state["end"]:
             log.warning(f"The last step of --epochs was short: {left_out} rows of the next epoch are left out")
@@ -410,7 +410,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
         loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0 keeps the loaders that it checked
         return catalog.known, catalog.shards, loaders[0].fingerprint
 
-    # The shards are those of rank 0: this rank compares its own with them.
+    # This rank compares its own shards with rank 0's.
     catalog.known, catalog.rank0_shards, fingerprint = on_first_rank(look_up, ranks)
     data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
     data.fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files

@@ -359,9 +359,8 @@ def _stacks(config: Config, cluster: Cluster) -> int:
         return 0
     part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
     sizes = [p.numel() for p in matrices(_one_block(config))]
-    return int(
-        STACKS * DTYPES[config.dtype].itemsize * max(size * min(max(1, STACK_ELEMENTS // size), part) for size in sizes)
-    )
+    largest = max(size * min(max(1, STACK_ELEMENTS // size), part) for size in sizes)
+    return int(STACKS * DTYPES[config.dtype].itemsize * largest)
 
 
 def _fsdp_moments(

@@ -191,7 +191,7 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
     for place, room in plan.lacking().items():
         raise UserError(
             f"This run needs more than {gib(plan.bytes[place])} on {names[place]}, which has {room:.1f} GiB."
-            f" {machine.LOWER_MEMORY}"
+            f" {machine.MEMORY_ADVICE}"
         )
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:

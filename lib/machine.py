@@ -252,7 +252,7 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-LOWER_MEMORY = "What lowers it: guide/memory.md. The parts, and what lowers them: `python plan.py` with the same flags"
+MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, by how much on a GPU"
 
 
 @contextlib.contextmanager
@@ -262,5 +262,5 @@ def explain_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated() / 2**30
-        message = f"out of memory on {device}: {peak:.2f} GiB were allocated at the peak. {LOWER_MEMORY}"
+        message = f"out of memory on {device}: {peak:.2f} GiB were allocated at the peak; {MEMORY_ADVICE}"
         raise RankFailure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None

@@ -466,7 +466,8 @@ def _resume(sources, encoder, out, key):
         "skipped": 0,
     }  # and "position" until all is done: the source and its row behind the last shard
     progress, others = out / PROGRESS, sorted({*os.listdir(out)} - {".lock", INDEX, PROGRESS})
-    for line in progress.read_text().split("\n") if progress.exists() else ():
+    lines = progress.read_text().split("\n") if progress.exists() else []
+    for line in lines:
         with contextlib.suppress(ValueError):  # a kill may have cut a line
             record = json.loads(line)
             if record.get("key") == key:
