@@ -34,7 +34,7 @@ from itertools import count
 from pathlib import Path
 
 from lib.errors import Parser, UserError, check_words, prepare_python, run_script
-from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, with_retries, write_whole
+from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, retry, write_whole
 
 # ---- the command line, parsed before torch is imported, which takes seconds
 
@@ -284,7 +284,7 @@ def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> No
     this last."""
     path = temporary / "manifest.json"
     text = json.dumps(manifest | {"crc32": _crc_of(manifest)}, default=vars)
-    with_retries(path, partial(write_whole, path, text, sync=True))
+    retry(partial(write_whole, path, text, sync=True), path)
     if config.keep_every and manifest["step"] % (config.keep_every * config.save_every) == 0:
         (temporary / "keep").touch()
     fsync_path(temporary)
@@ -348,7 +348,7 @@ def clean(run: Path, last: float = math.inf) -> None:
 def read_manifest(folder: Path) -> dict:
     """Raises ValueError with the reason if the manifest is damaged, OSError if it cannot be read."""
     path = folder / "manifest.json"
-    text = with_retries(path, path.read_bytes)
+    text = retry(path.read_bytes, path)
     try:
         manifest = json.loads(text)
         if manifest["format"] not in (3, FORMAT):
@@ -384,7 +384,7 @@ def _check_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: 
     """Raises an error with the reason if a file of a checkpoint is damaged."""
     rank = row["part"]
     path = folder / file_name(row["file"], rank)
-    size = with_retries(path, path.stat).st_size
+    size = retry(path.stat, path).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
     has = {key: layout for key, layout in layouts.items() if rank < layout.parts}

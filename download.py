@@ -13,11 +13,12 @@ import shlex
 import signal
 import sys
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, read_json
-from lib.hub import ask_hub, find_damage, guard_token, hub_errors, record_of, refuse_names, split_name, write_record
+from lib.files import amount, read_json, retry
+from lib.hub import find_damage, guard_token, hub_errors, is_busy, record_of, refuse_names, split_name, write_record
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 CONFIGURATION = [
@@ -37,7 +38,8 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
     from huggingface_hub import HfApi
 
     try:
-        info = ask_hub(lambda: HfApi().repo_info(**split_name(name), revision=revision, files_metadata=True))
+        ask = partial(HfApi().repo_info, **split_name(name), revision=revision, files_metadata=True)
+        info = retry(ask, transient=is_busy)
         files = {f.rfilename: (int(f.size), f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in info.siblings}
         refuse_names([info.sha, *files], name)  # the commit is the name of a folder
     except (KeyError, TypeError) as e:

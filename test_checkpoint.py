@@ -330,7 +330,7 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
     failures += [OSError(code, os.strerror(code))] * 2
     load()
     assert not failures
-    assert caplog.text.count(f"{folder / file}: {os.strerror(code)}; trying again") == 2
+    assert caplog.text.count(f"{os.strerror(code)}: '{folder / file}'; trying again") == 2
     failures += [OSError(code, os.strerror(code))] * 99
     with pytest.raises(OSError, match=f"{os.strerror(code)}: '{folder / file}'") as error:
         load()

@@ -171,6 +171,7 @@ def serve(tmp_path, monkeypatch, repos):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 300)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr("lib.files.WAITS", (0, 0))
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)  # slow, and there is no https
     for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lib import progress
-from lib.errors import UserError
+from lib.errors import Failure, UserError
 
 BLOCK = 2**24  # bytes per read when checksums are computed
 SAMPLE, SAMPLE_BLOCK = 2**27, 2**16  # bytes of all files, and of a file at a place, that sample_digest reads
@@ -103,7 +103,7 @@ def describe_content(head: bytes) -> str:
 def read_file(path: Path) -> bytes:
     """The content of a configuration or tokenizer file. UserError if it cannot be read, or is something else."""
     try:
-        data = with_retries(path, path.read_bytes)
+        data = retry(path.read_bytes, path)
     except OSError as e:
         if e.errno in TRANSIENT:
             raise
@@ -133,18 +133,26 @@ TRANSIENT = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO,
     errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
 )  # fmt: skip
-WAITS = 1, 5, 15, 60  # seconds before each further try
+WAITS = 1, 5, 15, 60, 60  # seconds before each further try
 
 
-def with_retries(path: Path, work: Callable):
-    """Returns work(). Tries again after an error that may pass; the last error is raised. OSErrors name the path."""
+def may_pass(error: Exception) -> bool:
+    """Whether the disk, the network or a store may work again soon."""
+    return isinstance(error, Failure) or getattr(error, "errno", None) in TRANSIENT
+
+
+def retry(work: Callable, path: Path | str = "", transient: Callable[[Exception], bool] = may_pass):
+    """Returns work(). Tries again after an error that is `transient`; the last error is raised. An OSError gets this
+    path as its own."""
     for wait in (*WAITS, None):
         try:
             return work()
-        except OSError as e:
-            if e.errno not in TRANSIENT or wait is None:
-                raise OSError(e.errno, e.strerror, str(path)) from None
-            logger.warning(f"{path}: {e.strerror}; trying again in {wait} s")
+        except Exception as e:
+            if isinstance(e, OSError) and e.errno and path:
+                e.filename = str(path)
+            if wait is None or not transient(e):
+                raise
+            logger.warning(f"{e}; trying again in {wait} s")
         time.sleep(wait)
 
 
@@ -159,7 +167,7 @@ def checksum(path: Path) -> int:
                 progress.advance()
         return crc
 
-    return with_retries(path, read)
+    return retry(read, path)
 
 
 def sample_digest(files: list[Path]) -> str:

@@ -36,8 +36,8 @@ from lib.files import (
     describe_content,
     free_space,
     read_object,
+    retry,
     sample_digest,
-    with_retries,
 )
 from lib.hub import local_path
 from lib.lora import Read, Settings
@@ -119,7 +119,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path, self.entries, self.starts = path, {}, {}
-        with_retries(path, self._open)
+        retry(self._open, path)
 
     def _open(self) -> None:
         head = b""
@@ -156,7 +156,7 @@ class TensorFile:
         row_bytes = math.prod(shape[1:])
         if [len(span) for span in wanted[1:]] == list(shape[1:-1]):
             first = wanted[0].start if wanted else 0
-            with_retries(self.path, partial(self._read_run, out, start + first * row_bytes))
+            retry(partial(self._read_run, out, start + first * row_bytes), self.path)
         else:
             for i, row in zip(wanted[0], out, strict=True):
                 self._read_into(row, start + i * row_bytes, wanted[1:], shape[1:])
@@ -202,7 +202,7 @@ def _shift(ranges, origins):
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
     refuses it, and the bytes that are needed and free."""
-    with_retries(path, partial(_write, path, tensors))
+    retry(partial(_write, path, tensors), path)
     progress.advance()
 
 

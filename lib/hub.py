@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
@@ -156,18 +156,12 @@ REFUSALS = {
 }
 
 
-def ask_hub(ask: Callable):
-    """What ask() returns. If the hub is busy or the network fails, huggingface_hub repeats the request as it does for
-    files, and ask is called again."""
+def is_busy(error: Exception) -> bool:
+    """Whether an error says that the hub is busy, or that the network fails: for `retry`."""
     from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import http_backoff
 
-    try:
-        return ask()
-    except HTTPError as error:
-        request = getattr(error, "response", error).request
-        http_backoff(request.method, str(request.url), headers=request.headers)
-        return ask()
+    status = getattr(getattr(error, "response", None), "status_code", 500)
+    return isinstance(error, HTTPError) and (status in (408, 429) or status >= 500)
 
 
 def refuse_names(names: Iterable[str], repo: str) -> None:

@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -31,8 +30,8 @@ import numpy as np
 
 from config import Config
 from lib import progress, text
-from lib.errors import Failure, RankError, UserError
-from lib.files import make_folder, read_ahead, with_retries
+from lib.errors import RankError, UserError
+from lib.files import make_folder, read_ahead, retry
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer
 from model import IGNORE
@@ -43,7 +42,6 @@ OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
 OPEN_FILES = 64  # shards that a process keeps open
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
-PAUSES = 10, 60, 120, 240  # seconds before a store that failed is asked again
 
 
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -118,7 +116,7 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
             open_file.cache_clear()  # a stale handle of a network file system stays stale
             raise
 
-    content = with_retries(shard.path, read)
+    content = retry(read, shard.path)
     if len(content) < size:
         raise RankError(f"{shard.path} on {platform.node()} is shorter than at the start: copy it again")
     return np.frombuffer(content, f"<u{shard.width}")
@@ -387,19 +385,23 @@ class Stream:
         return [files[i] for i in permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")]
 
     def _read(self, file, last):
-        """The rows of a file after number `last`. A store that fails is asked again after each of PAUSES."""
-        for seconds in (*PAUSES, 0):
+        """The rows of a file after number `last`. After an error the file is opened again."""
+        rows = None
+
+        def take():
+            nonlocal rows
             try:
-                local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
-                for row in local.rows(last, 0):
-                    last = row.number
-                    yield row
-                return
-            except Failure as e:
-                if not seconds:
-                    raise
-                text.log.warning(f"{e}; next try in {seconds} s")
-                time.sleep(seconds)
+                if rows is None:
+                    local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
+                    rows = local.rows(last, 0)
+                return next(rows, None)
+            except Exception:
+                rows = None
+                raise
+
+        while row := retry(take):
+            last = row.number
+            yield row
 
     def _jobs(self, lane, start):
         """The rows of a lane from a Position, without end: ((epoch, file), name, rows)."""

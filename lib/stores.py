@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
-from lib.hub import ask_hub, guard_token, hub_errors
+from lib.files import retry
+from lib.hub import guard_token, hub_errors, is_busy
 from lib.progress import advance
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
@@ -80,9 +81,10 @@ def _open_hub(spec, flag):
         raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
     repo, revision, path = address.groups()
     guard_token()
-    commit = ask_hub(lambda: HfApi().dataset_info(repo, revision=revision or "main").sha)
+    commit = retry(lambda: HfApi().dataset_info(repo, revision=revision or "main").sha, transient=is_busy)
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
-    ask_hub(lambda: store.resolve_path(path))  # the store remembers the answer, and repeats other requests itself
+    # The store remembers the answer, and repeats other requests itself.
+    retry(lambda: store.resolve_path(path), transient=is_busy)
     return store, path
 
 

@@ -242,9 +242,9 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
 
 
 def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
-    """As long as PAUSES says; what it was given before is not given again."""
+    """As long as WAITS says; what it was given before is not given again."""
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
-    monkeypatch.setattr(rows, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("lib.files.WAITS", (0, 0))
     monkeypatch.setattr(rows, "LANE_BATCH", 100)
     failures, read = [1, 1], text_module.TextFile.rows
 

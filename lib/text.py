@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
 from lib.errors import Parser, UserError, nearest, printable, within
-from lib.files import make_folder, read_ahead, read_json, read_object, with_retries, write_whole
+from lib.files import make_folder, read_ahead, read_json, read_object, retry, write_whole
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
@@ -371,7 +371,7 @@ def write_shard(path: Path, tokens: Sequence[int], vocab_size: int) -> str:
     version, width, _ = MAGICS[magic]
     header = struct.pack("<3i", magic, version, len(tokens)).ljust(HEADER, b"\0")
     content = header + np.asarray(tokens).astype(f"<u{width}").tobytes()
-    with_retries(path, lambda: path.write_bytes(content))
+    retry(lambda: path.write_bytes(content), path)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -519,7 +519,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
     _write_shards(out, index, tokens, counts)
     del index["position"]
-    with_retries(out / INDEX, lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True))
+    retry(lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True), out / INDEX)
     (out / PROGRESS).unlink()
 
 
@@ -545,7 +545,7 @@ def _add_progress(out, index, files):
         with open(out / PROGRESS, "a") as file:
             file.write(line)
 
-    with_retries(out / PROGRESS, add)
+    retry(add, out / PROGRESS)
 
 
 def digest(files: list[TextFile], *made_with) -> str:
