@@ -157,9 +157,9 @@ class RowPart(NamedTuple):
     count: int = 1
     exchange: Callable[[Tensor], Tensor] | None = None
 
-    def total(self, x: Tensor) -> Tensor:
-        """x, summed over the parts."""
-        return x if self.count == 1 else self.exchange(x.expand(self.count, *x.shape)).sum(0)
+    def gather(self, x: Tensor) -> Tensor:
+        """The x of every part, [count, ...]."""
+        return x[None] if self.count == 1 else self.exchange(x.expand(self.count, *x.shape))
 
 
 WHOLE = RowPart()

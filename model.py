@@ -158,7 +158,7 @@ class _Reorder(torch.autograd.Function):
 class MoE(nn.Module):
     """top_k of E SwiGLU experts per token, weighted by their probabilities, with norm_top_k divided by their sum
     (Mixtral, arXiv 2401.04088 section 2.1). Returns the output and, per row and expert, the tokens assigned and the sum
-    of the router's probabilities, [2, B, E]."""
+    of the router's probabilities, [2, B, E], over the `used` places; None without these."""
 
     matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to FP8 can replace it
 
@@ -170,7 +170,11 @@ class MoE(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(n, 2 * ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(n, dim, ffn_dim))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,  # [B, T, D]
+        used: Tensor | None = None,  # bool [B, T], see Transformer.used_places
+    ) -> tuple[Tensor, Tensor | None]:
         B, T, D = x.shape
         x = x.view(B * T, D)
         probabilities = self.gate(x).float().softmax(-1)  # [N, E]
@@ -178,8 +182,10 @@ class MoE(nn.Module):
         if self.norm_top_k:
             scores = scores / scores.sum(-1, keepdim=True)
         E = self.gate.out_features
-        chosen = (experts.view(B, -1, 1) == torch.arange(E, device=x.device)).sum(1)  # [B, E]
-        routed = torch.stack((chosen.float(), probabilities.view(B, T, E).sum(1)))
+        routed = None
+        if used is not None:
+            chosen = (experts.view(B, T, -1, 1) == torch.arange(E, device=x.device)) & used[..., None, None]
+            routed = torch.stack((chosen.sum((1, 2)).float(), (probabilities.view(B, T, E) * used[..., None]).sum(1)))
         experts, order = experts.flatten().sort(stable=True)
         back = order.argsort()
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
@@ -208,11 +214,13 @@ class Block(nn.Module):
         self.mlp = MLPS[config.mlp](config)
         self.mlp_norm = after(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, rope=None, mask: Tensor | None = None, cache=None) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, D] -> (the same, the router's statistics where there are experts)."""
+    def forward(
+        self, x: Tensor, rope=None, mask: Tensor | None = None, cache=None, used: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D] -> (the same, the router's statistics of the `used` places where there are experts)."""
         x = x + self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, cache))
-        y = self.mlp(self.post_attention_layernorm(x))
-        y, routed = y if isinstance(y, tuple) else (y, None)
+        y = self.post_attention_layernorm(x)
+        y, routed = self.mlp(y, used) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
         return x + self.mlp_norm(y), routed
 
 
@@ -388,11 +396,13 @@ class Transformer(nn.Module):
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
         details: bool = False,
     ) -> Tensor | tuple[Tensor, Details]:  # fmt: skip
-        x, routed = self._hidden(tokens, positions, None, documents)
+        used, router_sums = None, None
+        if self.config.n_experts and torch.is_grad_enabled():
+            used = self.used_places(targets, positions)
+        x, routed = self._hidden(tokens, positions, None, documents, used)
         loss, row_losses = self.lm_head(x, targets)
-        router_sums = None
-        if routed and torch.is_grad_enabled():
-            extra, router_sums = self.balance(torch.stack(routed), targets)
+        if used is not None:
+            extra, router_sums = self.balance(torch.stack(routed), targets, used)
             loss = loss + (extra - extra.detach())  # adds its gradient; the reported loss does not include it
         return (loss, Details(row_losses, router_sums)) if details else loss
 
@@ -402,28 +412,38 @@ class Transformer(nn.Module):
         x, _ = self._hidden(tokens, positions, cache)
         return self.lm_head(x[:, -1:] if last else x)
 
-    def balance(self, routers: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The load-balancing loss of one forward pass (arXiv 2101.03961, as Hugging Face's Mixtral has it), times its
-        coefficient and the trained tokens, so that it and the summed loss are divided by their global number alike.
+    def used_places(self, targets: Tensor, positions: Tensor | None) -> Tensor:
+        """bool [B, T]: the places that the router's statistics count: all, prompts included, but the unused end of a
+        packed row. That is the row's last document, without a trained token. A row without any only fills up a
+        micro-batch, and has no used place."""
+        documents = torch.ones_like(targets)  # the number of each place's document in its row, from 1
+        if positions is not None:
+            documents = (positions == 0).cumsum(1).chunk(self.part.count, 1)[self.part.index]
+        last_trained = self.part.gather(documents * (targets != IGNORE)).amax((0, 2))  # [B]
+        return documents <= last_trained[:, None]
 
-            E sum_e (assignments to e / N L) (router probability of e / N L)        summed over all layers and tokens
+    def balance(self, routers: Tensor, targets: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        """The load-balancing loss of one forward pass (arXiv 2101.03961, as Hugging Face's Mixtral has it with an
+        attention mask), times its coefficient and the trained tokens, so that it and the summed loss are divided by
+        their global number alike.
 
-        routers [L, 2, B, E] -> (loss, Details.router_sums). Rows without a trained token only fill up a micro-batch:
-        they do not count. Where ranks share the rows, each of n returns an n-th of both."""
+            E sum_e (assignments to e / N L) (router probability of e / N L)    summed over all layers and used places
+
+        N: used places. routers [L, 2, B, E] -> (loss, Details.router_sums). Where ranks share the rows, each of n
+        returns an n-th of both."""
         L, _, _, E = routers.shape
         n = self.part.count
-        trained = self.part.total((targets != IGNORE).sum(1).float())  # tokens of each row
-        rows = trained > 0
-        assignments, probabilities = (self.part.total(routers) * rows[:, None]).sum(2).unbind(1)  # [L, E] each
-        count = rows.sum().clamp(min=1) * targets.shape[1] * n * L
+        assignments, probabilities = self.part.gather(routers).sum(0).sum(2).unbind(1)  # [L, E] each
+        count, trained = self.part.gather(torch.stack((used.sum(), (targets != IGNORE).sum()))).sum(0)
+        count, trained = count.clamp(min=1) * L, trained.float()
         loss = E * (assignments.sum(0) * probabilities.sum(0)).sum() / count.float().square()
-        trained = trained.sum()
         sums = torch.cat((assignments, loss * trained.expand(1, E), trained.expand(1, E))).detach()
         return self.config.router_aux_loss_coef * loss * trained / n, sums / n
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None,
+        used: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         assert positions is None or cache is None, "a cache counts the positions itself"
         mask = None
         if positions is None:
@@ -441,9 +461,8 @@ class Transformer(nn.Module):
             x = x + self.embed_positions(positions)
         x, routed = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
-            x, statistics = block(x, ropes[self.config.kind(i)], mask, cache[i] if cache else None)
-            if statistics is not None:
-                routed.append(statistics)
+            x, statistics = block(x, ropes[self.config.kind(i)], mask, cache[i] if cache else None, used)
+            routed.append(statistics)
         return self.norm(x), routed
 
 

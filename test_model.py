@@ -205,29 +205,34 @@ def test_bf16_stays_near_fp32(name, backend):
     assert loss.item() == pytest.approx(reference(tokens, targets).item(), rel=0.01)
 
 
-def test_balancing_loss_is_that_of_transformers():
-    """In the gradients and the sums, not in the loss. Rows that only fill up the batch count for nothing."""
+def test_balancing_loss_is_that_of_transformers_with_an_attention_mask():
+    """In the gradients and the sums, not in the loss. Ours has the documents, which begin with an untrained prompt, in
+    two mostly unused rows, and a row that only fills up the batch; transformers has a padded row for each document."""
     ours, theirs = make_pair("mixtral")
     ours.config = replace(ours.config, router_aux_loss_coef=0.3)
-    theirs.router_aux_loss_coef = 0.3
-    tokens, targets = random_tokens(2, 40), uneven_targets(40, 7, length=40)
-    out = theirs(tokens, output_router_logits=True, labels=tokens)  # labels of its own, only for the auxiliary loss
-    logits = out.logits
-    mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    (47 * mean + 47 * 0.3 * out.aux_loss).backward()
-    more = random_tokens(2, 40, seed=5)
-    filled = torch.cat((tokens, more)), torch.cat((targets, torch.full_like(more, -100)))
-    loss, details = ours(*filled, details=True)
-    assert loss.item() == pytest.approx(47 * mean.item(), rel=1e-5)
+    tokens, padded = random_tokens(3, 40), random_tokens(3, 40, seed=5)
+    targets, padded_targets, mask = torch.full_like(tokens, -100), torch.full_like(tokens, -100), torch.zeros(3, 40)
+    positions = torch.arange(40).repeat(3, 1)
+    for i, (row, first, n, trained) in enumerate([(0, 0, 9, 6), (0, 9, 7, 1), (1, 0, 11, 5)]):
+        padded[i, :n], mask[i, :n] = tokens[row, first : first + n], 1
+        last = random_tokens(trained, seed=i)
+        targets[row, first + n - trained : first + n] = padded_targets[i, n - trained : n] = last
+        positions[row, first:] = torch.arange(40 - first)
+        positions[row, first + n :] = torch.arange(40 - first - n)  # the unused end is a document
+    out = theirs(padded, attention_mask=mask, output_router_logits=True)
+    mean = F.cross_entropy(out.logits.flatten(0, 1), padded_targets.flatten())
+    (12 * mean + 12 * 0.3 * out.aux_loss).backward()
+    loss, details = ours(tokens, targets, positions, details=True)
+    assert loss.item() == pytest.approx(12 * mean.item(), rel=1e-5)
     loss.backward()
     assert gradient_error(ours, theirs) < 1e-4
     sums = details.router_sums
-    assert (sums[2, 0] / 47).item() == pytest.approx(out.aux_loss.item(), rel=1e-5) and sums[3, 0] == 47
+    assert (sums[2, 0] / 12).item() == pytest.approx(out.aux_loss.item(), rel=1e-5) and sums[3, 0] == 12
     for layer, scores in enumerate(out.router_logits):
-        counts = scores.topk(2, -1).indices.flatten().bincount(minlength=4)
-        assert sums[layer].tolist() == counts.tolist()
+        experts = scores.topk(2, -1).indices[mask.flatten() > 0]
+        assert sums[layer].tolist() == experts.flatten().bincount(minlength=4).tolist()
     with torch.no_grad():
-        assert ours(*filled, details=True)[1].router_sums is None
+        assert ours(tokens, targets, positions, details=True)[1].router_sums is None
 
 
 # ---- the loss head

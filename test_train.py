@@ -126,9 +126,10 @@ def test_several_processes_train_like_one(tmp_path, text):
 
 def test_rows_that_ranks_share_train_like_whole_rows(tmp_path, text):
     """One run of one process; another that goes on with two and four ranks for each row, then with one process again:
-    evaluation, losses of a mixture's sources, and the balancing loss."""
-    (tmp_path / "b.txt").write_text("shared rows " * 3000)
-    flags = [*FAST, "--model", "tiny-mixtral", "--data", f"{text}:2", f"{tmp_path / 'b.txt'}:1", "--log_every", 1]
+    evaluation, losses of a mixture's sources, and the balancing loss. Nearly half of a row of b is unused."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes, and so on"}]
+    (tmp_path / "b.jsonl").write_text(40 * (json.dumps({"messages": turns}) + "\n"))
+    flags = [*FAST, "--model", "tiny-mixtral", "--data", f"{text}:2", f"{tmp_path / 'b.jsonl'}:1", "--log_every", 1]
     flags += ["--eval_every", 1, "--batch_tokens", 512, "--documents", "separate", "--schedule", "constant"]
     train(*flags, "--steps", 4, "--save_every", 1, "--keep", 4, "--out", tmp_path / "one")
     resume = ["--resume", tmp_path / "one/checkpoints/step-00000001"]
@@ -136,7 +137,7 @@ def test_rows_that_ranks_share_train_like_whole_rows(tmp_path, text):
         more = ["--steps", steps, "--context_parallel", ranks, "--sample_every", 2 * (ranks == 2), *resume]
         train(*flags, *more, "--out", tmp_path / "shared", ranks=ranks)
         resume = []
-    kept = ("loss", "grad_norm", "val_loss", "router_aux_loss", "loss_numbers.txt", "loss_b.txt", "expert_load_0")
+    kept = ("loss", "grad_norm", "val_loss", "router_aux_loss", "loss_numbers.txt", "loss_b.jsonl", "expert_load_0")
     one, shared = ([[r.get(name) for name in kept] for r in records(tmp_path / name)] for name in ("one", "shared"))
     assert len(one) == len(shared) + 1 == 4 and None not in one[3]
     for ours, theirs in zip(shared, one[1:], strict=True):
