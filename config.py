@@ -190,7 +190,7 @@ class Config:
     timeout: int = may_change_on_resume(
         600, "seconds without a step, or 1800 without a byte between steps, until the run ends", least=1
     )
-    check: int = may_change_on_resume(-1, "check a start of N processes (0 = those here) without training", least=-1)
+    check: bool = may_change_on_resume(False, "check a start without training; the last line is JSON")
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -406,8 +406,8 @@ def _read_values(settings: dict[str, Setting]) -> dict:
 def _read_value(f: Field, words: list[str]):
     """The value of a flag."""
     kind, rules, typed = type(f.default), f.metadata, " ".join([f"--{f.name}", *words])
-    if not words and (kind is bool or f.name == "check"):
-        return kind(kind is bool)
+    if not words and kind is bool:
+        return True
     if kind is tuple and words:
         return tuple(words if f.name in ("data", "val_data") else filter(None, ",".join(words).split(",")))
     try:

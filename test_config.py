@@ -50,7 +50,7 @@ def recipe(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, changes", [
     ("--seq_len 64", {"seq_len": 64}), ("--seq_len=64", {"seq_len": 64}), ("--seq-len 64", {"seq_len": 64}),
     ("--seq-len=64", {"seq_len": 64}), ("--seq_len 8 --seq-len=64", {"seq_len": 64}), ("--lr 1", {"lr": 1.0}),
-    ("--check", {"check": 0}), ("--check 4", {"check": 4}), ("", {"check": -1}), ("--delimiter -1", {"delimiter": -1}),
+    ("--check", {"check": True}), ("", {"check": False}), ("--delimiter -1", {"delimiter": -1}),
     ("--out=--a-b=c", {"out": "--a-b=c"}), ("--track wandb,tensorboard", {"track": ("wandb", "tensorboard")}),
     *((f"--offload_activations{word} --steps 7", {"offload_activations": value, "steps": 7})
       for word, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items()),
@@ -233,7 +233,7 @@ def test_what_is_just_allowed(words):
 
 
 @pytest.mark.parametrize("flag, value", [(flag, value) for flags, values in [
-    ("steps seq_len timeout", "0 -5"), ("check delimiter lanes", "-2"), ("keep", "1 0"), ("beta1 beta2", "1 -0.1 nan"),
+    ("steps seq_len timeout", "0 -5"), ("delimiter lanes", "-2"), ("keep", "1 0"), ("beta1 beta2", "1 -0.1 nan"),
     ("seed vocab_size dim n_layers micro_batch batch_tokens seq_len steps timeout eval_batches", f"{2**70}"),
     ("batch_tokens shard_size prefetch log_every eval_every save_every sample_every n_heads n_kv_heads ffn_dim", "-1"),
     ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"), ("warmup_steps decay_steps", "inf"),

@@ -333,7 +333,7 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, run_here, monkeyp
         m.setattr(weights, "write_file", full)
         assert "the disk is full" in run_here(run, "--steps", 1, status=1)
     assert not (run / "hf").exists()
-    assert "state=resume" in run_here(run, "--steps", 1, "--check")
+    assert '"state": "resume"' in run_here(run, "--steps", 1, "--check")
     assert f"{run}/hf" in run_here(run, "--steps", 1)
     assert [p.name for p in run.glob("hf*")] == ["hf"]
     assert_ended(run, "finished", "")

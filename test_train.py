@@ -221,7 +221,7 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
         assert train_main([*flags, *extra]) == 0
         said = capsys.readouterr().out
         assert "python generate.py --run" in said and "--steps" in said and "--out" in said
-    assert "state=finished" in said
+    assert json.loads(said.splitlines()[-1])["state"] == "finished"
     assert (old_run / "metrics.jsonl").read_text() == before
 
 
@@ -320,8 +320,8 @@ def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
 
 def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, capsys):
     assert train_main([*FAST, "--data", text, "--out", str(tmp_path / "run"), "--check"]) == 0
-    *out, memory = capsys.readouterr().out.splitlines()
-    attention = "attention=sdpa, flash_attention"
-    assert out == [attention, f"out={tmp_path / 'run'}", "device=cpu", "processes=1", "state=fresh", "timeout=600"]
-    assert memory.startswith("memory=about 0.") and "processes 0." in memory
+    memory, about = capsys.readouterr().out.splitlines()
+    assert memory.startswith("memory: about 0.") and "processes 0." in memory
+    expected = {"out": str(tmp_path / "run"), "device": "cpu", "processes": 1, "state": "fresh"}
+    assert json.loads(about) == expected | {"attention": "sdpa, flash_attention"}
     assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ clips, and updates the parameters with AdamW or Muon. Between records Python run
 therefore always has work.
 """
 
+import json
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -45,14 +46,13 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer
 
 def main(argv: list[str]) -> int:
     asked = parse_args(argv, trains=True)
-    only_checks = asked.check >= 0
-    if not only_checks:
+    if not asked.check:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
-    ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
+    ranks = settle.imagine_ranks() if asked.check else init_ranks()
     asked = on_first_rank(lambda: checkpoint.keep_defaults(asked), ranks)
     config = resolve(asked, ranks)
-    if only_checks:
+    if asked.check:
         return print_check(count_steps(asked, config, ranks), ranks)
     machine.set_matmul_precision(config.dtype)
     with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
@@ -64,24 +64,24 @@ def main(argv: list[str]) -> int:
 
 
 def print_check(config: Config, ranks: Ranks) -> int:
-    """--check: everything that can be known without training; prints key=value lines for launch.sh."""
+    """--check: everything that can be known without training. The last line is JSON, for launchers."""
     resume_from, damaged = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
     for message in damaged + config.warnings:
         print(message)
-    state = "resume" if resume_from else "fresh"
+    about = {"out": config.out, "device": ranks.device.type, "processes": ranks.world_size}
+    about["state"] = "resume" if resume_from else "fresh"
     if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
-        state = "finished"
+        about["state"] = "finished"
         settle.say_finished(config, resume_from.step)
     else:
         data, _, _ = open_inputs(config, resume_from, ranks)
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
-        print(f"attention={attention_kernel(config, data, ranks.device)}")
-    print(f"out={config.out}", f"device={ranks.device.type}", f"processes={ranks.world_size}", sep="\n")
-    print(f"state={state}\ntimeout={config.timeout}")
+        about["attention"] = attention_kernel(config, data, ranks.device)
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not launch.sh, which trains next
-        print(f"memory={plan.memory_line(config, plan.cluster_here(ranks.device, ranks.world_size))}")
+        print("memory:", plan.memory_line(config, plan.cluster_here(ranks.device, ranks.world_size)))
+    print(json.dumps(about))
     return 0
 
 

@@ -17,6 +17,7 @@ The job is relaunched as a whole because torchrun reliably regroups only in simp
 import argparse
 import contextlib
 import hashlib
+import json
 import math
 import os
 import re
@@ -339,7 +340,7 @@ def verb_train(words: list[str]) -> int:
     hosts, job = read_job(words)
     config = parse_args(job["words"], trains=True)
     survey(hosts, job)
-    if not check(hosts, job) or config.check >= 0:
+    if not check(hosts, job) or config.check:
         return 0
     out = Path(config.out)
     job |= {"out": str(out.absolute()), "timeout": float(config.timeout)}
@@ -365,11 +366,13 @@ def check(hosts: list[Host], job: dict) -> bool:
     done = hosts[0].call(job, "run", PATIENCE, command=check_command(job, hosts))
     if hosts[0].problem:
         raise UserError(hosts[0].problem)
-    say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
+    lines = done["out"].splitlines(keepends=True)
+    about = {} if done["exit"] else json.loads(lines.pop())
+    say("".join(lines), end="")
     say(done["err"], sys.stderr, end="")
     if done["exit"]:
         sys.exit(abs(done["exit"]))
-    return "state=finished\n" not in done["out"]
+    return about["state"] != "finished"
 
 
 def session_of(out: Path, number: int) -> str:

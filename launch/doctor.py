@@ -209,7 +209,8 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
 
 def check_command(job: dict, hosts: list[Host]) -> list[str]:
     """train.py's own check for a run on these hosts."""
-    return [job["python"], f"{ROOT}/train.py", *job["words"], "--check", str(sum(host.slots for host in hosts))]
+    ranks = sum(host.slots for host in hosts)
+    return ["env", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
 
 
 # ---- sync
@@ -266,11 +267,11 @@ def examine(host: Host, job: dict, hosts: list[Host]) -> dict[str, tuple[str, st
     """A host's part of the table: name -> (value, remedy or nothing if it is right)"""
     versions, problem = run(host, job, PATIENCE, job["python"], "-c", VERSIONS)
     output, mistake = run(host, job, PATIENCE, *check_command(job, hosts))
-    attention = "".join(re.findall("^attention=(.*)", output, re.M))
+    about = {} if mistake else json.loads(last_line(output))
     return {
         "torch": (versions.strip() or "no", problem),
         "data, weights": ("no" if mistake else "there", mistake),
-        "attention": (attention, ""),
+        "attention": (about.get("attention"), ""),
     }
 
 

@@ -31,7 +31,7 @@ DEFAULT = ["--steps", "3"]
 
 def parse_args(words, trains=False):
     out = words[words.index("--out") + 1] if "--out" in words else "runs/default"
-    return SimpleNamespace(out=out, timeout=1, check=0 if "--check" in words else -1)
+    return SimpleNamespace(out=out, timeout=1, check="--check" in words)
 """
 LIMIT = 400  # seconds for anything to happen; it takes long only on a busy machine and under Slurm
 
@@ -48,7 +48,7 @@ if end == "mistake":
 finished = (out / "status.json").exists() and "finished" in (out / "status.json").read_text()
 print("a line for the user", file=sys.stderr) if not finished else print(f"{out} is finished")
 if "--check" in args:
-    print(f"out={out}\ndevice=cpu\nprocesses=1\ntimeout=1\nstate={'finished' if finished else 'fresh'}")
+    print(json.dumps({"out": str(out), "state": "finished" if finished else "fresh", "attention": "sdpa"}))
 if "--check" in args or finished:
     sys.exit()
 rank, log = int(os.environ["RANK"]), open(out / "log.txt", "a")
@@ -205,7 +205,7 @@ def test_arguments_reach_train_as_typed_and_the_log_of_the_rank_that_failed_is_s
     assert out.startswith("Started runs/default")
     assert log in out  # every line, with its prefix, because this is not a terminal
     assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
-    assert "device=" not in out
+    assert '"attention"' not in out
     first, second = node.read_json(next(stands.glob("runs/default/logs/*/*/causes.json")))
     assert first["what"] == f"rank 1 on {NAME} failed with status 1"
     assert first["error"].startswith("ValueError: invalid")

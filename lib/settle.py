@@ -113,11 +113,12 @@ def check_tokenizer(config: Config) -> None:
         )
 
 
-def imagine_ranks(config: Config) -> Ranks:
-    """The first of the processes that --check assumes."""
-    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # the ranks of this machine
-    processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
-    return Ranks(0, processes, device)
+def imagine_ranks() -> Ranks:
+    """The first of the processes that --check assumes: torchrun's variables give their number, otherwise the devices
+    here."""
+    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    here = torch.cuda.device_count() if device.type == "cuda" else 1
+    return Ranks(0, int(os.environ.get("WORLD_SIZE", here)), device)
 
 
 def say_finished(config: Config, step: int) -> None:
