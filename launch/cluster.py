@@ -315,8 +315,8 @@ OUT = {"metavar": "DIR", "type": Path}
 FLAGS = {  # of the verbs that apply to a run
     "status": {"--out": OUT},
     "stop": {"--out": OUT, "--now": {"action": "store_true"}},
-    "logs": {"--out": OUT, "which": {"nargs": "?", "default": ""}},
-    "attach": {"--out": OUT, "which": {"nargs": "?", "default": ""}},
+    "logs": {"--out": OUT, "which": {"nargs": "?"}},
+    "attach": {"--out": OUT, "which": {"nargs": "?"}},
 }
 
 
@@ -405,7 +405,7 @@ def leave_behind(supervisor: Supervisor) -> None:
 
 
 def verb_logs(out: Path, flags: argparse.Namespace) -> int:
-    if flags.which:
+    if flags.which is not None:
         follow = [] if state_of(out).ended else ["-F"]
         os.execvp("tail", ["tail", "-n", "20", *follow, "--", *map(str, output_files(out, flags.which))])
     follower = Follower(out)
@@ -413,11 +413,12 @@ def verb_logs(out: Path, flags: argparse.Namespace) -> int:
     return follower.to_the_end()
 
 
-def find_host(launch: dict, label: str) -> Host:
+def find_host(launch: dict, label: str | None) -> Host:
+    """The run's host of this label or name; the first one for None."""
     if not launch:
         raise UserError("launch.sh did not start this run: it has no session and no logs of hosts")
     for host in hosts_of(launch):
-        if label in ("", host.label, host.name):
+        if label in (None, host.label, host.name):
             return host
     raise UserError(f"launch.sh started no host '{label}' for this run; `bash launch.sh status` lists them")
 

@@ -122,8 +122,8 @@ def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **re
 
 
 FLAGS = {
-    "--hosts": dict(default=""),
-    "--nproc": dict(type=within(int, 0), default=0),
+    "--hosts": dict(),
+    "--nproc": dict(type=within(int, 1), default=0),
     "--retries": dict(type=within(int, 0)),
     "--detach": dict(action="store_true"),
 }
@@ -143,12 +143,13 @@ def read_job(words: list[str]) -> tuple[list[Host], dict]:
     return hosts, job
 
 
-def read_hosts(listed: str) -> list[Host]:
+def read_hosts(listed: str | None) -> list[Host]:
     """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
-    path = ROOT / "hosts"
-    text = listed.replace(",", "\n") or (path.read_text(encoding="utf-8-sig") if path.exists() else "localhost")
-    hosts = []
-    for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
+    path, hosts = ROOT / "hosts", []
+    text = path.read_text(encoding="utf-8-sig") if path.exists() else "localhost"
+    lines = filter(None, (line.split("#")[0].strip() for line in text.splitlines()))
+    # After --hosts an empty name is a mistake, for example an empty variable of the shell.
+    for line in lines if listed is None else map(str.strip, listed.split(",")):
         if not (match := HOST.fullmatch(line)):
             raise UserError(f"'{line}' is not a host: expected host, user@host or host:port, and perhaps slots=N")
         name, node = match[1], len(hosts)

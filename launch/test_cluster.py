@@ -35,11 +35,14 @@ def test_hosts_files(monkeypatch, tmp_path, text, expected):
     if text is not None:
         (tmp_path / "hosts").write_bytes(text.encode())
     if isinstance(expected, list):
-        assert [(h.name, h.slots, h.label) for h in read_hosts("")] == expected
+        assert [(h.name, h.slots, h.label) for h in read_hosts(None)] == expected
     else:
         with pytest.raises(UserError, match=re.escape(expected)):
-            read_hosts("")
+            read_hosts(None)
     assert [h.name for h in read_hosts("a,b@c:22, d")] == ["a", "b@c:22", "d"]
+    for empty in ("", " ", ",", "a,", "a,,b"):
+        with pytest.raises(UserError, match="'' is not a host"):
+            read_hosts(empty)
 
 
 def test_addresses_are_those_that_connections_came_in_at():
@@ -230,7 +233,7 @@ def test_a_host_that_was_cut_is_the_cause_unless_a_rank_knows_one(supervisor, mo
 
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="launch.sh did not start this run"):
-        cluster.verb_attach(tmp_path, SimpleNamespace(which=""))
+        cluster.verb_attach(tmp_path, SimpleNamespace(which=None))
     hosts = [asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"]
     files = [tmp_path / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
     for file in files:
@@ -239,8 +242,9 @@ def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, m
     node.write_json(tmp_path / "logs/launch.json", {"id": "x", "ssh": "-v", "hosts": hosts})
     assert [cluster.output_files(tmp_path, which) for which in "0123"] == [[file] for file in files]
     assert cluster.output_files(tmp_path, "b") == files[2:]
-    with pytest.raises(UserError, match="no host '4'"):
-        cluster.output_files(tmp_path, "4")
+    for which in ("4", ""):
+        with pytest.raises(UserError, match=f"no host '{which}'"):
+            cluster.output_files(tmp_path, which)
     ran, statuses = [], iter([0, 1])
     monkeypatch.setattr(subprocess, "call", lambda command, shell: ran.append(command) or next(statuses))
     monkeypatch.setattr(cluster, "state_of", lambda out: cluster.State("running", 1, ""))
