@@ -1,9 +1,9 @@
 """The machines: which ones a run is on, how to ask them, and whether they are fit to train (`launch.sh doctor`).
 cluster.py runs jobs on them; node.py acts on one machine.
 
-Every launch examines its hosts with `survey`, and so does doctor. Then doctor examines more, has all hosts sum 64 MiB
-together, and draws a table: a row for each check, a column for each machine. Below the table, each red field has a line
-with the remedy.
+Every launch examines its hosts with `survey`, and so does doctor. Then doctor runs train.py's own check on every host,
+times a product on each GPU, has all hosts sum 64 MiB together, and draws a table with a column for each host. Below
+the table, each problem has a line with the remedy.
 
 A *job* is a dictionary that every operation of node.py gets: the settings and flags of the launcher, the words for
 train.py, the environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation
@@ -31,10 +31,9 @@ from node import hash_of, last_line, own_files
 from settings import SETTINGS
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
-LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
+LIMIT = 120  # seconds for the measurements of doctor
 PATIENCE = 1800  # seconds for a host to read data and weights
 INSTALLED = ".venv/flatland-run"  # the list of the packages in .venv, see env.sh
-VERSIONS = "import platform, torch; print(torch.__version__, 'python', platform.python_version())"
 
 
 @dataclass
@@ -248,62 +247,30 @@ def copy_files(host: Host, job: dict) -> str:
 def verb_doctor(words: list[str]) -> int:
     hosts, job = read_job(words)
     survey(hosts, job)
-    examined = on_all(lambda host: examine(host, job, hosts), hosts)
-    speed, error, suspects = find_slow(hosts, job)
-    advice = f"{error or 'slow'}; see cable, firewall and the errors that `ip -s link` counts"
-    versions = [checks["torch"][0] for checks in examined]
-    usual, table, red = max(versions, key=versions.count), [], []
-    for host, checks in zip(hosts, examined, strict=True):
-        checks["all-reduce"] = f"{speed:.0f} MB/s", advice * (host in suspects)
-        if checks["torch"][0] != usual:
-            checks["torch"] = checks["torch"][0], f"others have {usual}; bash launch.sh sync"
-        marked = (f"{'✗' if remedy else '✓'} {value}" if value else "not checked" for value, remedy in checks.values())
-        table.append([host.label, *marked])
-        red += [f"{host.label}: {name}: {remedy}" for name, (_, remedy) in checks.items() if remedy]
-    say("\n".join([columns([*zip(["", *checks], *table, strict=True)]), "", *red]).rstrip())
-    return bool(red)
+    meeting = f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={job['port']}", f"WORLD_SIZE={len(hosts)}"
+
+    def measure(host: Host) -> dict:
+        program = job["python"], f"{ROOT}/launch/node.py", "measure", host.address
+        return run(host, job, LIMIT, ["env", *meeting, f"RANK={host.node}", *program])
+
+    checks = on_all(lambda host: run(host, job, PATIENCE, check_command(job, hosts)), hosts)
+    measures = on_all(measure, hosts)
+    names = "torch", "attention", "TFLOP/s", "MB/s"
+    table, problems = [("", *names)], []
+    for host, check, facts in zip(hosts, checks, measures, strict=True):
+        table.append((host.label, *(str((check | facts).get(name) or "none") for name in names)))
+        problems += [
+            f"✗ {host.label}: {problem}" for answer in (check, facts) for problem in answer.get("problems", [])
+        ]
+    if len({facts.get("torch") for facts in measures}) > 1:
+        problems.append("✗ torch differs: bash launch.sh sync")
+    say("\n".join([columns([*zip(*table, strict=True)]), *problems]))
+    return bool(problems)
 
 
-def examine(host: Host, job: dict, hosts: list[Host]) -> dict[str, tuple[str, str]]:
-    """A host's part of the table: name -> (value, remedy or nothing if it is right)"""
-    versions, problem = run(host, job, PATIENCE, job["python"], "-c", VERSIONS)
-    output, mistake = run(host, job, PATIENCE, *check_command(job, hosts))
-    about = {} if mistake else json.loads(last_line(output))
-    return {
-        "torch": (versions.strip() or "no", problem),
-        "data, weights": ("no" if mistake else "there", mistake),
-        "attention": (about.get("attention"), ""),
-    }
-
-
-def run(host: Host, job: dict, patience: float, *command: str) -> tuple[str, str]:
-    """Runs a command on the host -> (its output, the reason if it failed)"""
+def run(host: Host, job: dict, patience: float, command: list[str]) -> dict:
+    """Runs a command on the host -> its last line, which is JSON; `problems` if it failed"""
     done = host.call(job, "run", patience, command=command)
-    if host.problem:
-        return "", host.problem
-    return done["out"], (last_line(done["err"]).removeprefix("error: ") or "it failed") * bool(done["exit"])
-
-
-def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
-    """(MB/s of an all-reduce over these hosts, the reason if it failed)"""
-    address = hosts[0].address
-    store = f"tcp://{f'[{address}]' if ':' in address else address}:{job['port']}"  # [] around one of IPv6
-
-    def take_part(host: Host) -> tuple[float, str]:
-        group = store, str(hosts.index(host)), str(len(hosts))
-        command = [job["python"], f"{ROOT}/launch/node.py", "all_reduce", host.address, *group]
-        output, error = run(host, job, LIMIT, *command)
-        return (0.0, error) if error else (float(last_line(output)), "")
-
-    return min(on_all(take_part, hosts))
-
-
-def find_slow(hosts: list[Host], job: dict) -> tuple[float, str, list[Host]]:
-    """One all-reduce over all hosts; if it is slow or fails, halves repeat it. -> (MB/s, the reason if it failed, the
-    hosts of the smallest slow group)"""
-    speed, error = measure(hosts, job)
-    if speed >= WANTED:
-        return speed, error, []
-    halves = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
-    smaller = (find_slow(half, job)[2] for half in halves if len(half) > 1)
-    return speed, error, next(filter(None, smaller), hosts)
+    if host.problem or done["exit"]:
+        return {"problems": [host.problem or last_line(done["err"]).removeprefix("error: ") or f"{command} failed"]}
+    return json.loads(last_line(done["out"]))

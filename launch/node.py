@@ -3,7 +3,7 @@
 `python3 launch/node.py serve OPERATION` answers cluster.py over ssh; for localhost, cluster.py calls `answer`. The
 request is a line of JSON on stdin, so that no secret is on a command line: the host's line in `hosts`, facts about the
 host, and the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before
-it has an environment; `torchrun` and `all_reduce` run in the environment's Python.
+it has an environment; `torchrun` and `measure` run in the environment's Python.
 
 The *agent* (`node.py agent`) runs torchrun in the host's tmux session, or under Slurm's srun. When torchrun ends, the
 agent ends the remaining processes of the attempt. Its log folder is `runs/NAME/logs/HOST/ID`. There it writes
@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -30,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 START_LIMIT = 60  # seconds for an agent to appear
+WANTED = 100  # MB/s that an all-reduce should reach (1 Gbit/s has 100)
 # A cause with a smaller number is more likely to be the first cause of the job's failure.
 KILLED, FAILED, SILENT, FOLLOWED = range(4)
 # The error file of a rank that failed because another rank did, or hung (lib/run.py, torch.distributed), begins so.
@@ -400,25 +402,33 @@ def sweep(request):
     return {}
 
 
-def all_reduce(address, store, rank, ranks):
-    """Prints the MB/s of the sum of 64 MiB over all ranks, which meet at the address `store`. This process is one
-    rank."""
+def measure(address):
+    """Prints, as JSON, this host's version of torch, the speed of a product on each GPU, the MB/s of the sum of 64 MiB
+    over all hosts, which meet as torchrun's variables say, and problems."""
     choose_interface(address)
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
+    from torch.utils.benchmark import Timer
 
-    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    dist.init_process_group(backend, store, timedelta(seconds=30), int(ranks), int(rank))
-    data = torch.ones(2**24, device=device)
-    for _ in range(2):  # the first one sets up connections
-        begin = time.perf_counter()
-        dist.all_reduce(data)
-        data[-1].item()
-    seconds = time.perf_counter() - begin
-    dist.barrier()
-    print(2**26 / 1e6 / seconds, flush=True)
+    facts = {"torch": f"{torch.__version__} python {platform.python_version()}", "TFLOP/s": [], "MB/s": 0}
+    facts["problems"] = [f"install {name}" for name in ("tmux", "gcc") if not shutil.which(name)]
+    for gpu in range(torch.cuda.device_count()):
+        torch.cuda.set_device(gpu)
+        x = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        facts["TFLOP/s"].append(round(2 * 8192**3 / 1e12 / Timer("x @ x", globals=locals()).blocked_autorange().median))
+    try:
+        dist.init_process_group(timeout=timedelta(seconds=60))
+        data = torch.ones(2**24, device="cuda" if torch.cuda.is_available() else "cpu")
+        facts["MB/s"] = round(2**26 / 1e6 / Timer("dist.all_reduce(data)", globals=locals()).timeit(1).median)
+        dist.barrier()
+        error = "slow" * (facts["MB/s"] < WANTED)
+    except RuntimeError as e:
+        error = last_line(str(e))
+    if error:
+        facts["problems"].append(f"all-reduce: {error}; see cable, firewall and the errors that `ip -s link` counts")
+    print(json.dumps(facts), flush=True)
     os._exit(0)
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import pytest
 from filelock import SoftFileLease
@@ -359,19 +358,18 @@ def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
     assert {path.name for path in disk.iterdir()} == {"status.json", "data"}
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "2001:db8::1"])
-def test_hosts_meet_at_an_address_of_ipv4_or_ipv6(monkeypatch, address):
-    commands = []
-    monkeypatch.setattr(doctor, "run", lambda host, job, limit, *command: commands.append(command) or ("5", ""))
-    assert doctor.measure([Host("a", address=address)], {"python": "", "port": 20000}) == (5, "")
-    store = urlsplit(commands[0][4])
-    assert (store.hostname, store.port) == (address, 20000)
-
-
-@pytest.mark.parametrize("slow", [{3}, {0}, {2, 3}, {0, 7}, set()])
-def test_halving_names_the_slow_host(monkeypatch, slow):
-    hosts = [Host(f"h{i}") for i in range(8)]
-    monkeypatch.setattr(doctor, "measure", lambda group, _: (9 if slow & {int(h.name[1]) for h in group} else 900, ""))
-    speed, error, suspects = doctor.find_slow(hosts, {})
-    names = {int(h.name[1]) for h in suspects}
-    assert (speed, error, len(names)) == ((9, "", 2) if slow else (900, "", 0)) and (names & slow or not slow)
+@pytest.mark.parametrize("check, facts, problem", [
+    ({}, {}, ""), ({"problems": ["no file"]}, {}, "✗ c: no file"), ({}, {"problems": ["install tmux"]}, "✗ c: install"),
+    ({}, {"torch": "2.12"}, "✗ torch differs: bash launch.sh sync"),
+])  # fmt: skip
+def test_doctor_shows_what_it_measured_and_every_problem(monkeypatch, capsys, check, facts, problem):
+    usual = {"torch": "2.13", "TFLOP/s": [700, 690], "MB/s": 5000, "problems": []}
+    answers = iter([{"attention": "sdpa"}] * 2 + [{"attention": "sdpa"} | check] + [usual] * 2 + [usual | facts])
+    monkeypatch.setattr(doctor, "survey", lambda hosts, job: None)
+    monkeypatch.setattr(doctor, "run", lambda *_: next(answers))
+    monkeypatch.setattr(doctor, "on_all", lambda function, hosts: [*map(function, hosts)])
+    assert doctor.verb_doctor(["--hosts", "a,b,c"]) == bool(problem)
+    _, _, attention, products, network, *problems = capsys.readouterr().out.splitlines()
+    assert re.fullmatch("attention( +sdpa){3}", attention) and network.split() == ["MB/s", *["5000"] * 3]
+    assert re.fullmatch(r"TFLOP/s( +\[700, 690\]){3}", products)
+    assert "\n".join(problems).startswith(problem) and len(problems) == bool(problem)
