@@ -350,6 +350,8 @@ def _working(config: Config, cluster: Cluster, gradients: int, parked: int) -> d
         held = [before, before, gradients, gradients]
         moments = [{"gradients": size, "activations": peak - size} for size, peak in zip(held, peaks, strict=True)]
     moments.append({"gradients": gradients, "Muon's stacks": _stacks(config, cluster)})
+    if config.load == "rank0":  # see shard.fill_parameters
+        moments.append({"a whole parameter": max(row.size for row in kept(config, 1))})
     return max(moments, key=lambda moment: sum(moment.values()))
 
 

@@ -20,12 +20,10 @@ form separate groups. The mesh does not change, because losses and gradients are
 
 import contextlib
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +37,8 @@ from attention import WHOLE, RowPart
 from lib import progress, torch_private
 from lib.errors import UserError
 from lib.files import read_ahead
-from lib.parts import is_sharded, local, shard_slices, sharding
-from lib.ranks import Ranks, on_first_rank
+from lib.parts import local, shard_slices, sharding
+from lib.ranks import ALONE, Ranks, on_first_rank
 
 logger = logging.getLogger("flatland")
 
@@ -306,184 +304,82 @@ def shard_model(
 
 # ---- filling parameters
 
-FILL_BYTES = 2**25  # of a rank's shard, read, sent and copied at a time; small parameters share a message of this size
+FILL_BYTES = 2**25  # read and copied at a time
 
 
+@torch.no_grad()
 def fill_parameters(
     model: nn.Module,
     read: Callable[[str, tuple[slice, ...]], Tensor],
     load: str = "direct",
+    ranks: Ranks = ALONE,
     only_frozen: bool = False,
 ) -> None:
     """Gives every parameter, or every frozen one, its values: read(name, slices) returns a part of them, on the CPU, in
-    any dtype. direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its
-    shard. Both work chunk by chunk, and read the next one while others are sent and copied. All ranks must call."""
+    any dtype. direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and the others get theirs
+    from it. Weights in NF4, which every rank holds, are quantized. All ranks must call."""
     named = [(name, p) for name, p in model.named_parameters() if not (only_frozen and p.requires_grad)]
-    if named:
-        fill_tensors(named, read, load)
-    fill_quantized(model, read, load)
+    sends = load == "rank0" and ranks.world_size > 1
+    fill_tensors(named, read, ranks if sends else None)
+    for name, layer in nf4.layers(model).items():
+        quantize = partial(_quantize, layer, f"{name}.weight", read)
+        if not sends:
+            quantize()
+            continue
+        on_first_rank(quantize, ranks)
+        for buffer in layer.buffers():
+            dist.broadcast(buffer, 0)
+            progress.advance()
 
 
 @torch.no_grad()
-def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> None:
-    """Quantizes the weights of layers in NF4, which every rank holds. rank0: rank 0 does, and sends the others the
-    result. All ranks must call."""
-    sends = load == "rank0" and dist.is_initialized() and dist.get_world_size() > 1
-    for name, layer in nf4.layers(model).items():
-        if sends:
-            on_first_rank(partial(_quantize, name, layer, read), _everyone())
-            for buffer in layer.buffers():
-                dist.broadcast(buffer, 0)
-                progress.advance()
-        else:
-            _quantize(name, layer, read)
-
-
-def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
-    shape = layer.out_features, layer.in_features
-    for rows in _cut_rows(shape, 0, 1, FILL_BYTES // 2):  # values of two bytes
-        layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
-        progress.advance()
-
-
-def _everyone() -> Ranks:
-    """All ranks, with the default group for messages, because callers of this file pass no Ranks."""
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
-
-
-def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:
-    """fill_parameters for tensors by name: either all are sharded, or none."""
-    source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
-    kept = sum(local(tensor).numel() for _, tensor in named)  # by this rank
-    done, seconds, reported, begin = 0, 0.0, 0.0, time.perf_counter()
-    with torch.no_grad():
-        for target, values in source(named, read):
-            target.copy_(values)
-            progress.advance()
-            done += values.numel()
-            seconds = time.perf_counter() - begin
-            if seconds > reported + 10:
-                reported = seconds
-                logger.info("Loading: %.0f %%, %.0f s left", 100 * done / kept, seconds * (kept / max(done, 1) - 1))
-    size = sum(tensor.nbytes for _, tensor in named) / 1e9
-    logger.info("Filled %d tensors: %.3f GB in %.1f s", len(named), size, seconds)
-
-
-class Chunk(NamedTuple):
-    """Some rows of each shard of a tensor."""
-
-    name: str
-    tensor: Tensor
-    rows: slice
-
-    @property
-    def target(self) -> Tensor:
-        """These rows of this rank's shard."""
-        return local(self.tensor.detach())[self.rows]
-
-    def slices(self, index: int | None = None) -> tuple[slice, ...]:
-        """Where these rows of shard `index`, or of this rank's, lie in the whole tensor."""
-        dim, shards, own = sharding(self.tensor)
-        return shard_slices(self.tensor.shape, dim, shards, own if index is None else index, self.rows)
-
-
-def _chunks(named: list[tuple[str, Tensor]]) -> Iterator[Chunk]:
+def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, ranks: Ranks | None = None) -> None:
+    """fill_parameters for tensors by name. ranks: rank 0 reads for all of these; None: each reads its shards."""
+    begin = reported = time.perf_counter()
+    done, total = 0, sum(tensor.nbytes for _, tensor in named)
     for name, tensor in named:
-        dim, shards, _ = sharding(tensor)
-        for rows in _cut_rows(tensor.shape, dim, shards, FILL_BYTES // tensor.element_size()):
-            yield Chunk(name, tensor, rows)
+        if ranks:
+            _fill_from_rank0(tensor, name, read, ranks)
+        else:
+            _fill(local(tensor), name, shard_slices(tensor.shape, *sharding(tensor)), read)
+        progress.advance()
+        done += tensor.nbytes
+        now = time.perf_counter()
+        if now > reported + 10:
+            reported = now
+            logger.info("Loading: %.0f %%, %.0f s left", 100 * done / total, (now - begin) * (total / done - 1))
+    logger.info("Filled %d tensors: %.3f GB in %.1f s", len(named), total / 1e9, time.perf_counter() - begin)
 
 
-def _cut_rows(shape: torch.Size, dim: int, shards: int, elements: int) -> Iterator[slice]:
-    """Cuts the rows of the largest shard into slices of about this many elements."""
-    rows = -(-shape[0] // shards) if dim == 0 else shape[0]
-    width = math.prod(shape[1:]) // (1 if dim == 0 else shards)
-    step = max(1, elements // max(width, 1))
-    return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
+def _fill_from_rank0(tensor: Tensor, name: str, read: Callable, ranks: Ranks) -> None:
+    """Rank 0 reads the whole tensor and sends each rank its shard; every rank has memory for the whole meanwhile. An
+    error in reading is raised on all ranks."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+    on_first_rank(lambda: _fill(whole, name, [slice(0, n) for n in tensor.shape], read), ranks)
+    local(tensor).copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
 
 
-def _read_here(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """-> (rows of this rank's shard of a tensor, their values)"""
-    return read_ahead(((chunk.target, read(chunk.name, chunk.slices())) for chunk in _chunks(named)), 1)
+def _fill(target: Tensor, name: str, slices: Sequence[slice], read: Callable) -> None:
+    for rows, values in _read_rows(name, slices, read, FILL_BYTES // max(1, target[:1].nbytes)):
+        target[rows] = values
 
 
-def _sent_by_rank0(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """-> (rows of this rank's shard, their values), as `_read_here`. A message holds chunks of one shard:
-
-        rank 0                            reads the message of each shard in turn, and sends it to the rank of its
-                                          replica that has this shard, while it reads the next one
-        the other ranks of its replica    receive their message
-        every replica                     gets the messages from rank 0's replica by a broadcast
-
-    The memory that this needs does not grow with the number of ranks. After an error in reading, the messages are sent
-    without values, because ranks wait for them, and all ranks raise it."""
-    mesh, is_rank0 = named[0][1].device_mesh, dist.get_rank() == 0
-    errors = []  # of reading
-    in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
-    group, shards = mesh.get_group("shard"), mesh.size(-1)
-
-    def read_chunk(chunk: Chunk, index: int) -> Tensor:
-        slices = chunk.slices(index)
-        try:
-            if not errors:
-                return read(chunk.name, slices).flatten()
-        except Exception as error:
-            errors.append(error)
-        return torch.empty(math.prod(s.stop - s.start for s in slices))
-
-    def read_messages() -> Iterator[Tensor]:
-        for chunks in _messages(named):
-            for index in range(shards):
-                yield torch.cat([read_chunk(chunk, index) for chunk in chunks]).to(chunks[0].tensor.dtype)
-
-    def raise_error() -> None:
-        if errors:
-            raise errors[0]
-
-    dist.barrier(group)  # NCCL connects a group's ranks in its first collective, not in a transfer between two
-    to_send = read_ahead(read_messages(), 1) if is_rank0 else None
-    sending = []
-    for chunks in _messages(named):
-        targets = [chunk.target for chunk in chunks]
-        sizes = [target.numel() for target in targets]
-        message = torch.empty(sum(sizes), dtype=targets[0].dtype, device=mesh.device_type)
-        if is_rank0:
-            message = next(to_send).to(mesh.device_type)  # its own
-            for peer in range(1, shards):
-                peers_message = next(to_send).to(mesh.device_type)
-                _wait(sending)
-                sending = _transfer(dist.isend, peers_message, peer, group)
-                progress.advance()
-        elif in_first_replica:
-            _wait(_transfer(dist.irecv, message, 0, group))
-        if mesh.ndim > 1 and len(message):
-            dist.broadcast(message, group=mesh.get_group("replicate"), group_src=0)
-        on_first_rank(raise_error, _everyone())
-        yield from ((t, values.view(t.shape)) for t, values in zip(targets, message.split(sizes), strict=True))
-    _wait(sending)
+def _quantize(layer: nf4.Nf4Linear, name: str, read: Callable) -> None:
+    slices = slice(0, layer.out_features), slice(0, layer.in_features)
+    for rows, values in _read_rows(name, slices, read, FILL_BYTES // (2 * layer.in_features)):
+        layer.fill(rows, values)
 
 
-def _transfer(operation: Callable, message: Tensor, peer: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    transfers = [dist.P2POp(operation, message, group=group, group_peer=peer)]
-    return dist.batch_isend_irecv(transfers) if message.numel() else []
-
-
-def _wait(transfers: list[dist.Work]) -> None:
-    for transfer in transfers:
-        transfer.wait()
-
-
-def _messages(named: list[tuple[str, Tensor]]) -> Iterator[list[Chunk]]:
-    """Chunks of one dtype, which together have at least FILL_BYTES in the largest shard, except for the
-    last ones of a dtype."""
-    message, size = [], 0
-    for chunk in _chunks(named):
-        if message and (size >= FILL_BYTES or message[0].tensor.dtype != chunk.tensor.dtype):
-            yield message
-            message, size = [], 0
-        message.append(chunk)
-        size += math.prod(s.stop - s.start for s in chunk.slices(0)) * chunk.tensor.element_size()
-    yield message
+def _read_rows(name: str, slices: Sequence[slice], read: Callable, step: int) -> Iterator[tuple[slice, Tensor]]:
+    """-> (`step` rows, counted from the first, and their values). The next ones are read meanwhile."""
+    first, stop = slices[0].start, slices[0].stop
+    starts = range(first, stop, max(1, step))
+    values = (read(name, (slice(a, min(a + starts.step, stop)), *slices[1:])) for a in starts)
+    for start, rows in zip(starts, read_ahead(values, 1), strict=True):
+        yield slice(start - first, start - first + len(rows)), rows
+        progress.advance()
 
 
 # ---- in the loop

@@ -127,30 +127,24 @@ def peak_rss(reset: bool = False) -> int:
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     code = """
-ranks, shard.FILL_BYTES, start, sizes = init_ranks(), 4096, dist.batch_isend_irecv, []
-def record(transfers):
-    sizes.extend(transfer.tensor.nbytes for transfer in transfers)
-    return start(transfers)
-dist.batch_isend_irecv = record
-for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
+ranks, shard.FILL_BYTES = init_ranks(), 4096
+kinds = ("tiny-llama3.2", 0, torch.float32, False), ("tiny-mixtral", 3, torch.bfloat16, True)
+for name, n_experts, dtype, offload in kinds:
     config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
-    whole = Transformer(config)
+    whole = Transformer(config).to(dtype)
     # Of no norm's or bias's name: random values for these, too.
     draw = random_init(config, {n + "_": tuple(p.shape) for n, p in whole.named_parameters()}, 0)
     read = lambda name, slices: draw(name + "_", slices)
     shard.fill_parameters(whole, read)
     for size in (1, 2, 4):
         for load in ("direct", "rank0"):
-            sizes.clear()
-            model = test_shard.allocate(config, shard.make_mesh(size, ranks))
+            model = test_shard.allocate(config, shard.make_mesh(size, ranks), dtype, offload=offload)
             for p in model.parameters():
                 local(p.detach()).fill_(float("nan"))
-            shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else None, load)
+            shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else None, load, ranks)
             for (n, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
                 assert torch.equal(p.full_tensor(), q) and q.std() > 0, (size, load, n)
             assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied
-            sent = sum(sizes) / max(len(sizes), 1)  # small tensors share a message
-            assert bool(sizes) == (load == "rank0" and ranks.rank < size > 1) and (not sizes or 2000 < sent < 16000)
 """
     run_ranks(4, code)
 
@@ -167,17 +161,18 @@ read = None if ranks.rank else read
 for size in (1, 2):
     model = test_shard.allocate(MODELS["tiny-llama"], shard.make_mesh(size, ranks))
     with pytest.raises(OSError, match="Input/output error: 'layers.1."):
-        shard.fill_parameters(model, read, "rank0")
+        shard.fill_parameters(model, read, "rank0", ranks)
 model = Transformer(MODELS["tiny-llama"])
 nf4.convert(model.layers[1].self_attn.o_proj)
 with pytest.raises(OSError, match="Input/output error: 'layers.1."):
-    shard.fill_quantized(model, read, "rank0")
+    shard.fill_parameters(model, read, "rank0", ranks, only_frozen=True)
 """
     run_ranks(2, code)
 
 
 def test_loading_needs_the_shard_and_one_tensor():
-    """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks."""
+    """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks.
+    From rank 0: the whole tensor, and its shard twice."""
     code = """
 import ctypes, os
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
@@ -193,9 +188,10 @@ for dim in (64, 512):  # the first: what the first use takes
         own, largest = sum(local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
         models.append(model)
         before = test_shard.peak_rss(reset=True)
-        shard.fill_parameters(model, read, load)
+        shard.fill_parameters(model, read, load, ranks)
         used = test_shard.peak_rss() - before
-        assert dim == 64 or 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
+        room = largest if load == "direct" else 2 * largest
+        assert dim == 64 or 0.9 * own < used < own + room, (load, ranks.rank, used, own, largest)
 """
     run_ranks(2, code)
 

@@ -244,11 +244,11 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
 def fill(model, optimizer, data, resume_from, read_weights, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
-        shard.fill_parameters(model, read_weights, config.load, only_frozen=True)  # those below adapters
+        shard.fill_parameters(model, read_weights, config.load, ranks, only_frozen=True)  # those below adapters
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
-        shard.fill_parameters(model, settle.first_values(config, model, read_weights), config.load)
+        shard.fill_parameters(model, settle.first_values(config, model, read_weights), config.load, ranks)
         barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
     data.load_state_dict(on_first_rank(data.state_dict, ranks))  # all ranks take rank 0's position
 

@@ -25,15 +25,12 @@ def sharding(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.placements[-1].dim, tensor.device_mesh.size(-1), tensor.device_mesh.get_coordinate()[-1]
 
 
-def shard_slices(shape: torch.Size, dim: int, shards: int, index: int, rows: slice | None = None) -> tuple[slice, ...]:
-    """Where a shard lies in the whole tensor, or these rows of the shard."""
+def shard_slices(shape: torch.Size, dim: int, shards: int, index: int) -> tuple[slice, ...]:
+    """Where a shard lies in the whole tensor."""
     if not shape:  # a scalar
         return ()
     height, out = -(-shape[dim] // shards), [slice(0, n) for n in shape]
     out[dim] = slice(min(index * height, shape[dim]), min((index + 1) * height, shape[dim]))
-    if rows is not None:
-        first = out[0]
-        out[0] = slice(min(first.start + rows.start, first.stop), min(first.start + rows.stop, first.stop))
     return tuple(out)
 
 
