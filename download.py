@@ -3,9 +3,9 @@
 huggingface_hub transfers the files: HF_HOME's cache, Xet, retries, progress bars and all HF_* variables are its own. It
 compares only sizes while it downloads, so afterwards each file is hashed and compared with the hub's listing: sha256
 for large files, git's SHA-1 of a blob for the others. A damaged file is downloaded once more, and deleted if it is
-damaged again. A record next to the snapshot keeps the hashes; `local_path` in lib/hub.py reads it before a run uses the
-folder, and refuses a folder that is incomplete or changed. After an interruption the same command continues: complete
-files are not downloaded again."""
+damaged again. Until all files are verified, a mark in the folder makes `local_path` in lib/hub.py refuse it. After an
+interruption the same command continues: complete files are not downloaded again. Two commands for one folder work one
+after the other."""
 
 import argparse
 import os
@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, read_json, retry
-from lib.hub import find_damage, guard_token, hub_errors, is_busy, record_of, refuse_names, split_name, write_record
+from lib.files import amount, retry
+from lib.hub import UNFINISHED, guard_token, hub_errors, is_busy, refuse_names, sizes_of, split_name
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 CONFIGURATION = [
@@ -37,20 +37,19 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
     """-> (commit, {file: (bytes, hash)}) of a repository on the hub"""
     from huggingface_hub import HfApi
 
+    ask = partial(HfApi().repo_info, **split_name(name), revision=revision, files_metadata=True)
+    info = retry(ask, transient=is_busy)
     try:
-        ask = partial(HfApi().repo_info, **split_name(name), revision=revision, files_metadata=True)
-        info = retry(ask, transient=is_busy)
-        files = {f.rfilename: (int(f.size), f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in info.siblings}
+        files = {f.rfilename: (int(f.size), str(f.lfs.sha256 if f.lfs else f.blob_id)) for f in info.siblings}
         refuse_names([info.sha, *files], name)  # the commit is the name of a folder
-    except (KeyError, TypeError) as e:
-        raise Failure(f"{name}: HF_ENDPOINT does not answer as a hub does ({type(e).__name__}: {e})") from None
+    except (TypeError, ValueError, OverflowError) as e:
+        raise Failure(f"{name}: HF_ENDPOINT does not answer as a hub does ({e})") from None
     return info.sha, files
 
 
 def download(args: argparse.Namespace, command: str) -> None:
-    """Downloads the files that the command line selects, and verifies all files of their folder. --verify: downloads
-    nothing."""
-    from huggingface_hub import constants, hf_hub_download
+    """Downloads and verifies the files that the command line selects. --verify: only verifies the files that exist."""
+    from huggingface_hub import constants
 
     commit, files = list_files(args.repo, args.revision)
     source = split_name(args.repo)
@@ -58,47 +57,59 @@ def download(args: argparse.Namespace, command: str) -> None:
     folder = root / "snapshots" / commit
     if args.out:
         root = folder = source["local_dir"] = Path(args.out).expanduser()
+        others = {*os.listdir(folder)} - {".cache"} if folder.exists() else ()
+        if others and not sizes_of(args.repo, revision=commit, local_dir=folder):
+            raise UserError(f"--out {folder} is not empty and holds no download of {commit}: name a new folder")
     if not args.verify:
-        fetch(args, command, files, folder, source)
-    elif not folder.is_dir():
-        raise UserError(f"{args.revision} is {commit}, and there is no {folder}: name your commit as --revision")
-    damaged = compare(folder, files)
-    if not args.verify:
-        for name in damaged:
-            hf_hub_download(filename=name, revision=commit, force_download=True, **source)
-        damaged = compare(folder, files)
-        for path in ((folder / name).resolve() for name in damaged):
-            if path.is_relative_to(root.resolve()):  # else a link led there
-                path.unlink(missing_ok=True)
+        damaged = fetch(args, command, commit, files, root, folder, source)
+    elif folder.is_dir() and not (folder / UNFINISHED).exists():
+        damaged = find_damaged(folder, {name: files[name] for name in files if os.path.lexists(folder / name)})
+    else:
+        raise UserError(f"{args.revision} is {commit}, and no complete {folder} exists: name your commit as --revision")
     if damaged:
         raise Failure(f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): repeat the command")
     print(f"Done: verified, in {folder}\nRevision {commit}")
 
 
-def fetch(args: argparse.Namespace, command: str, files: dict, folder: Path, source: dict) -> None:
-    """Downloads the files that the command line selects, and records which these are."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import filter_repo_objects
+def fetch(args, command, commit, files, root, folder, source) -> list[str]:
+    """Downloads the files that the command line selects, and deletes those that are damaged twice -> their names"""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils import WeakFileLock, filter_repo_objects
 
     patterns = choose_patterns(args, source["repo_type"], [*files])
     selected = {name: files[name] for name in filter_repo_objects(files, **patterns)}
     if not selected:
         raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
-    record, name = read_json(record_of(folder)), f"{args.repo}@{args.revision}"
-    if args.out and folder.exists() and any(folder.iterdir()) and record.get("source") != name:
-        raise UserError(f"--out {args.out} is not empty and holds no download of {name}: name a new folder")
-    print(f"{name}: {len(selected)} files, {amount(sum(size for size, _ in selected.values()))}", flush=True)
-    hashes = {file: value for file, (_, value) in selected.items()}
-    write_record(folder, record | {"source": name, "command": command, "hashes": hashes})
-    snapshot_download(revision=args.revision, **patterns, **source)
+    size = amount(sum(size for size, _ in selected.values()))
+    print(f"{args.repo}@{args.revision}: {len(selected)} files, {size}", flush=True)
+    mark = folder / UNFINISHED
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(f"{mark}.lock"):  # the library would download a file twice into --out
+        mark.write_text(command)
+        snapshot_download(revision=args.revision, **patterns, **source)
+        damaged = find_damaged(folder, selected)
+        for name in damaged:
+            hf_hub_download(filename=name, revision=commit, force_download=True, **source)
+        damaged = find_damaged(folder, {name: files[name] for name in damaged})
+        for path in ((folder / name).resolve() for name in damaged):
+            if path.is_relative_to(root.resolve()):  # else a link led there
+                path.unlink(missing_ok=True)
+        if not damaged:
+            mark.unlink()
+    return damaged
 
 
-def compare(folder: Path, files: dict) -> list[str]:
-    """Hashes a folder's files, and records the right ones -> names of the files that are missing or not the hub's"""
-    record = read_json(record_of(folder))
-    known = record.get("hashes", {})
-    hashes = {name: files[name][1] for name in files if name in known or os.path.lexists(folder / name)}
-    return find_damage(folder, record | {"hashes": hashes, "verified": {}})
+def find_damaged(folder: Path, files: dict) -> list[str]:
+    """Names of files that are missing or have another hash than the hub's, by reading all of them."""
+    from huggingface_hub.utils import sha, tqdm
+
+    def is_right(name: str) -> bool:
+        expected = files[name][1]
+        with open(folder / name, "rb") as file:
+            return expected == (sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read()))
+
+    rows = tqdm(files, "Verifying", unit=" files")
+    return [name for name in rows if not ((folder / name).is_file() and is_right(name))]
 
 
 def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> dict[str, list[str] | None]:
@@ -109,14 +120,11 @@ def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> di
     if not allow and kind == "dataset":
         ignore += [*PICKLES, ".git*", "*.md", "*.py"]
     elif not allow:
-        others = [name for name in names if Path(name).suffix in (".safetensors", ".bin", ".pth", ".pt")]
-        if others and not args.skip_model and not any(fnmatch(name, known) for name in names for known in WEIGHTS):
-            raise UserError(
-                f"{args.repo} has weights only as {others[0]} and the like, but {', '.join(WEIGHTS)} can be loaded:"
-                " --skip_model downloads the other files"
-            )
         allow = CONFIGURATION + WEIGHTS
         ignore.append("*/*")
+        others = [name for name in names if name.endswith((".safetensors", ".bin", ".pth", ".pt"))]
+        if others and not (args.skip_model or any(fnmatch(name, known) for name in others for known in WEIGHTS)):
+            raise UserError(f"{args.repo} has weights only as {others[0]}, which is not read: give --skip_model")
     return {"allow_patterns": allow, "ignore_patterns": ignore}
 
 

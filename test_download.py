@@ -4,10 +4,13 @@ Oracles: the bytes that the hub holds, and huggingface_hub's view of the cache."
 import contextlib
 import hashlib
 import json
-import os
 import re
+import shlex
 import ssl
+import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +21,9 @@ import pytest
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
 import download
-import lib.hub
-from lib import errors, settle
+from lib import errors
 from lib.errors import UserError
-from lib.hub import describe_unverified, hub_errors, local_path, refuse_names
+from lib.hub import hub_errors, local_path, refuse_names
 from lib.text import find_files
 
 TOKEN = "hf_SecretSecretSecretSecret"
@@ -60,9 +62,19 @@ def describe(path, content):
     return {"type": "file", "path": path, "rfilename": path, "size": size, "oid": oid, "blobId": oid} | lfs
 
 
+def swap(value, field, odd):
+    """The value of a JSON answer with another value in every field of this name."""
+    if isinstance(value, list):
+        return [swap(item, field, odd) for item in value]
+    if isinstance(value, dict):
+        return {key: odd if key == field else swap(item, field, odd) for key, item in value.items()}
+    return value
+
+
 class FakeHub(ThreadingHTTPServer):
-    """`faults[path]` befall the next requests for a file's content: cut or flip at N bytes, or a status with
-    headers. `refuse(path)` may answer any request in the hub's place."""
+    """`faults[path]` befall the next requests for a file's content: cut or flip at N bytes, a wait of N seconds, or a
+    status with headers. `refuse(path)` may answer any request in the hub's place. `odd` is (kind of answer, field, its
+    value)."""
 
     daemon_threads = True
 
@@ -70,6 +82,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url, self.cdn = f"http://{'127.0.0.1' if cdn else 'localhost'}:{self.server_port}", cdn
         self.repos, self.faults, self.refuse, self.seen, self.sent = {}, {}, lambda path: None, [], 0
+        self.odd = "", "", None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, *_):
@@ -109,9 +122,13 @@ class Handler(BaseHTTPRequestHandler):
         if len(sha) != 40:
             return self.reply(404, X_Error_Code="RevisionNotFound")
         siblings = [describe(*file) for file in hub.repos[repo].items()]
-        self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
+        self.listing("revision", {"id": name, "sha": sha, "siblings": siblings})
 
     do_HEAD = do_GET
+
+    def listing(self, answer, value, **headers):
+        kind, field, odd = self.server.odd
+        self.reply(200, json.dumps(swap(value, field, odd) if kind == answer else value).encode(), **headers)
 
     def tree(self, repo, folder):
         """Two pages; the address of the second names another origin, as a mirror's may."""
@@ -125,13 +142,15 @@ class Handler(BaseHTTPRequestHandler):
                 entries[name] = describe(path, content) if is_file else original | {"path": name}
         entries = [*entries.values()]
         if "cursor" in self.path or len(entries) < 4:
-            return self.reply(200, json.dumps(entries[3:] if "cursor" in self.path else entries).encode())
+            return self.listing("tree", entries[3:] if "cursor" in self.path else entries)
         link = f'<{self.server.cdn.url}{self.path}&cursor=2>; rel="next"'
-        self.reply(200, json.dumps([*entries[:3], original]).encode(), Link=link)
+        self.listing("tree", [*entries[:3], original], Link=link)
 
     def resolve(self, repo, commit, path):
         content = self.server.repos[repo][path]
         about = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
+        kind, field, odd = self.server.odd
+        about |= {field: odd} if kind == "header" else {}
         name = f"{repo}//{path}"
         if is_large(path):
             about |= {"X_Linked_Size": len(content), "X_Linked_Etag": f'"{hash_of(path, content)}"'}
@@ -146,6 +165,8 @@ class Handler(BaseHTTPRequestHandler):
         kind, number, headers = (*(faults.pop(0) if faults else ("",)), 0, {})[:3]
         if kind == "status":
             return self.reply(number, **headers)
+        if kind == "wait":
+            time.sleep(number)
         first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-").groups()
         start, end = int(first), min(len(content), int(last or len(content)) + 1)
         if kind == "flip":
@@ -238,8 +259,6 @@ def test_out_belongs_to_one_revision_of_one_repository(hub, tmp_path, capfd):
         assert main(name, "--out", folder) == 2
         assert "is not empty and holds no download of" in capfd.readouterr().err
     (out / "config.json").unlink()
-    with pytest.raises(UserError, match="continue the download with: .*org/model --out .* --revision v1"):
-        local_path(str(out), "--weights")
     assert main("org/model", "--out", out, "--revision", "v1") == 0 and content(out) == MODEL
     assert content(mine) == {"config.json": b"mine"}
 
@@ -275,30 +294,26 @@ def test_a_damaged_file_is_downloaded_once_more_and_never_used(hub, capfd):
     assert content(local_path("org/model", "--weights")) == MODEL
 
 
-def test_a_file_that_changes_on_the_disk_is_refused_and_downloaded_again(hub):
+def test_a_file_that_changed_is_downloaded_again(hub):
     assert main("org/model") == 0
     folder, sent, size = local_path("org/model", "--weights"), hub.cdn.sent, len(MODEL[SECOND])
     (folder / SECOND).resolve().write_bytes(b"x" * size)
-    with pytest.raises(UserError, match="1 files are missing or damaged .*: python download.py org/model$"):
-        local_path("org/model", "--weights")
     assert main("org/model") == 0 and content(folder) == MODEL
     assert hub.cdn.sent - sent == size  # the other files not again
 
 
-def test_at_use_only_files_that_changed_or_were_never_hashed_are_hashed(hub, monkeypatch):
-    hashed = mock.Mock(wraps=lib.hub.hash_file)
-    monkeypatch.setattr("lib.hub.hash_file", hashed)
-    monkeypatch.setattr(download, "compare", mock.Mock(side_effect=KeyboardInterrupt))
-    assert main("org/model") == 130
-    monkeypatch.setenv("RANK", "1")
-    folder = local_path("org/model", "--weights")
-    assert not hashed.called  # rank 0 does it for the job
-    monkeypatch.delenv("RANK")
-    for count in (len(MODEL), len(MODEL) + 1):
-        for _ in range(2):  # the first call records the times
-            local_path("org/model", "--weights")
-        assert hashed.call_count == count
-        os.utime(folder / SHARD, (1, 1))
+@pytest.mark.parametrize("out", [[], ["--out", "o*[1] a:b@c"]], ids=["cache", "out"])
+def test_a_download_that_was_not_verified_is_refused(hub, monkeypatch, tmp_path, out):
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.object(download, "find_damaged", side_effect=KeyboardInterrupt):
+        assert main("org/model", *out) == 130
+    spec = out[1] if out else "org/model"
+    command = f"python download.py {shlex.join(['org/model', *out])}"
+    with pytest.raises(UserError, match=f"continue the download with: {re.escape(command)}$"):
+        local_path(spec, "--weights")
+    assert main("org/model", *out, "--verify") == 2
+    assert main("org/model", *out) == 0 and content(local_path(spec, "--weights")) == MODEL
+    assert main("org/model", *out, "--verify") == 0
 
 
 @pytest.mark.parametrize(("damaged", "at_use"), [(None, True), (BIG[1:], True), (BIG[1:] + b"x", False), (BIG, False)])
@@ -306,27 +321,26 @@ def test_a_cache_that_the_library_filled(hub, damaged, at_use):
     """Missing files and wrong sizes are found at use, other damage by --verify, which deletes nothing."""
     folder = Path(snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE, revision="v1"))
     blob, command = (folder / SHARD).resolve(), f"python download.py org/model --revision {'b' * 40}"
-    assert describe_unverified(folder).endswith(f"{command} --verify")
     blob.write_bytes(damaged) if damaged else blob.unlink()
-    for is_refused in (at_use, damaged != BIG):
-        with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if is_refused else contextlib.nullcontext():
-            assert local_path("org/model@v1", "--weights") == folder
-        assert main(*f"{command} --verify".split()[2:]) == (damaged != BIG)
-        assert blob.exists() == bool(damaged) and not describe_unverified(folder)
+    with pytest.raises(UserError, match=f"{command}$") if at_use else contextlib.nullcontext():
+        assert local_path("org/model@v1", "--weights") == folder
+    assert main(*f"{command} --verify".split()[2:]) == (damaged != BIG)
+    assert blob.exists() == bool(damaged)
 
 
-def test_a_run_logs_once_which_download_is_unverified(hub, tmp_path, caplog):
-    snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE)
-    named = {"model": "org/model", "weights": "org/model", "lora_weights": "", "tokenizer": "bytes"}
-    with caplog.at_level("INFO"):
-        settle.refuse_inputs(SimpleNamespace(out=str(tmp_path / "run"), track=(), **named), True, 1)
-    assert caplog.text.count("python download.py org/model --revision " + "a" * 40 + " --verify") == 1
-
-
-def test_a_refusal_names_the_flag(tmp_path):
-    named = {"model": "tiny-llama", "weights": "", "lora_weights": "", "tokenizer": "./none"}
-    with pytest.raises(UserError, match="^--tokenizer ./none: there is no folder or file"):
-        settle.refuse_inputs(SimpleNamespace(out=str(tmp_path / "run"), track=(), **named), True, 1)
+@pytest.mark.parametrize("out", [[], ["--out", "out"]], ids=["cache", "out"])
+def test_two_downloads_at_the_same_time_transfer_each_byte_once(hub, tmp_path, out):
+    hub.faults[SHARD] = [("wait", 2)] * 2  # meanwhile both have asked for the listing
+    commands = [
+        subprocess.Popen(
+            [sys.executable, download.__file__, "org/model", *out], cwd=tmp_path, stdout=subprocess.DEVNULL
+        )
+        for _ in range(2)
+    ]
+    assert [command.wait() for command in commands] == [0, 0]
+    folder = tmp_path / "out" if out else local_path("org/model", "--weights")
+    assert content(folder) == MODEL
+    assert hub.cdn.sent == sum(len(MODEL[name]) for name in (SHARD, SECOND))
 
 
 # ---- what leads out of the folder
@@ -379,6 +393,26 @@ def test_a_listing_that_fails_once_is_asked_for_again(hub, answer):
     assert len(failed) >= 4
 
 
+ODD = "x", float("inf"), None, ["a"]
+FIELDS = {
+    "revision": ("sha", "siblings", "rfilename", "size", "blobId", "lfs"),
+    "tree": ("path", "size", "oid", "lfs"),
+    "header": ("X_Linked_Size", "ETag", "Location"),
+}
+
+
+@pytest.mark.parametrize(("answer", "field"), [(answer, field) for answer in FIELDS for field in FIELDS[answer]])
+def test_no_value_of_a_field_of_an_answer_ends_in_a_traceback(hub, tmp_path, capfd, answer, field):
+    """Either the files arrive, or one message says why not."""
+    hub.repos["models/solo"] = {"config.json": b"{}", "model.safetensors": b"weights"}
+    for n, value in enumerate(ODD):
+        hub.odd, out = (answer, field, value), tmp_path / str(n)
+        status, output = main("solo", "--out", out), capfd.readouterr().err
+        assert "Traceback" not in output and output.count("error: ") == (status > 0), (value, output)
+        assert status or content(out) == hub.repos["models/solo"], value
+    assert not [*tmp_path.glob("x*")] and not [*tmp_path.parent.glob("x*")]
+
+
 @pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
 def test_programming_errors_pass(kind):
     with pytest.raises(kind), hub_errors("org/model"):
@@ -415,8 +449,8 @@ def refuse_files(*answer):
     (refuse_files(500), [], 1, "answers 500"),
     (refuse_files(404), [], 2, "answers 404 for (config|model|tok|a name).*org/model lists: leave it out"),
     (refuse_files(404, b"", {"X_Error_Code": "EntryNotFound"}), [], 2, "answers 404 for .*: leave it out"),
-    (lambda p: (200, b"{}"), [], 1, "HF_ENDPOINT does not answer as a hub does"),
-    (None, ["org/model", "--verify"], 2, "no .*snapshots.*name your commit"),
+    (lambda p: (200, b"{}"), [], 1, "no answer of a hub.*HF_ENDPOINT"),
+    (None, ["org/model", "--verify"], 2, "no complete .*snapshots.*name your commit"),
     (None, ["org/model", "--verify", "--skip_model"], 2, "give no --include"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
     (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "no answer of a hub: .*refused"),

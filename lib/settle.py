@@ -16,7 +16,7 @@ from lib.errors import Failure, UserError, naming
 from lib.families import dropout_note
 from lib.files import FULL, free_space
 from lib.folders import open_adapter, open_weights
-from lib.hub import describe_unverified, local_path
+from lib.hub import local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
@@ -72,7 +72,7 @@ def _choose_compile(config: Config, device: torch.device) -> str:
 
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
-    """Refuses trackers, a batch or an output folder that the run could not use. Logs which downloads are unverified."""
+    """Refuses trackers, a batch or an output folder that the run could not use."""
     free, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
@@ -82,9 +82,6 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     if not resumes:
         check_batch(config, world_size)
     refuse_in_the_way(Path(config.out) / "hf", True)
-    flags = {getattr(config, name): f"--{name}" for name in ("tokenizer", "model", "lora_weights", "weights")}
-    for folder in {local_path(spec, flags[spec]) for spec in flags.keys() - {"", "bytes", *MODELS}}:
-        _say(describe_unverified(folder))
 
 
 def check_tokenizer(config: Config) -> None:
