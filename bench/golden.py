@@ -187,9 +187,8 @@ def measure(instructions: str) -> dict[str, Figures]:
         done = subprocess.run([sys.executable, "-c", work], cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise Failure(f"The golden recipes could not be trained:\n{(done.stdout + done.stderr)[-4000:]}")
-        names = {1: "1 rank", 2: "2 ranks"}
-        runs = product(RECIPES, names)
-        return {f"{recipe} on {names[n]}": figures(Path(folder, f"{recipe}-{n}")) for recipe, n in runs}
+        runs = product(RECIPES, ("1 rank", "2 ranks"))
+        return {f"{recipe} on {ranks}": figures(Path(folder, f"{recipe}-{ranks[0]}")) for recipe, ranks in runs}
 
 
 def tolerance(run: str, kind: str, step: int, dtype: str) -> float:
@@ -223,9 +222,11 @@ def compare(instructions: str, measured: dict[str, Figures]) -> tuple[list[str],
     sets = makers[chosen]["sets"]
     near = instructions if instructions in sets else [*sets][-1]  # the last one is fp32
     this, its = f"torch {TORCH} on {here} with {instructions}", f"torch {record['torch']} on {chosen} with {near}"
-    how = "bit for bit" if this == its else f"within tolerances, not bit for bit: the record is of {its}"
-    lines = differences(sets[near], measured, "" if this == its else SETS[instructions][-1])
-    return lines, f"golden losses: {len(measured)} runs of {this}, compared {how}"
+    how, dtype = "bit for bit", ""
+    if this != its:
+        how, dtype = f"within tolerances, not bit for bit: the record is of {its}", SETS[instructions][-1]
+    statement = f"golden losses: {len(measured)} runs of {this}, compared {how}"
+    return differences(sets[near], measured, dtype), statement
 
 
 def write_record(sets: dict[str, dict[str, Figures]], changed: bool) -> None:

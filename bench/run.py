@@ -1,182 +1,109 @@
-"""Benchmarks of flatland against other trainers, on this machine.
+"""Measures flatland on this machine: the figures of BENCHMARKS.md.
 
-    python bench/run.py generate                         # greedy decoding, against transformers
-    python bench/run.py cpu                              # training on a CPU, against transformers and litgpt
-    python bench/run.py loss --nanogpt DIR --nanochat DIR  # validation loss after two minutes, against checkouts
-    python bench/run.py gpu --parts models               # training on one GPU; without --parts, all parts
-    python bench/run.py scale                            # starting on up to 1,024 simulated ranks, 100,000 shards
+    python bench/run.py speed [@recipes/NAME.args] [--flag value ...]    tokens/s, against transformers' model
+    python bench/run.py fp8 [...]                   tokens/s in bf16 and with each recipe of FP8
+    python bench/run.py start [...]                 seconds of a run of one step, by part
+    python bench/run.py scale                       starts on up to 1,024 simulated ranks, with 100,000 shards
+    python bench/run.py golden [--record]           golden losses, as bench/golden.py
 
-A row gives the median, the 10th and 90th percentile, the ratio to the first row of its case, MFU, and peak memory in
-GiB. On a GPU, MFU counts causal attention, against the data sheet's peak, and GiB is the peak of torch's allocator.
-Each contender in training is a new process, so an error or a crash ends only its own row, and then the status is 1.
-Missing peers are reported: `bash test.sh` installs transformers, `pip install litgpt` litgpt."""
+speed, fp8 and start take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
+other load affects all of them, and a ratio is to the first contender of the same turn. Each is a new process, because
+memory, the allocator and the compiler belong to one. On a GPU, mfu counts causal attention, against the data sheet's
+peak, and mem_gib is the peak of torch's allocator."""
 
-import json
-import math
+import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from timeit import timeit
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import Failure, Parser, UserError, prepare_python, run_script, within
+from lib.errors import Failure, Parser, prepare_python, run_script
 
 if __name__ == "__main__":
     prepare_python()
 
-import torch  # isort: skip
-
-from common import Row, Turn, race
+import golden
 from config import parse_args
-from generate import sample
-from lib.families import config_json
+from lib.curves import read_records
+from lib.files import ROOT
 from lib.machine import describe_environment
-from lib.weights import export_model
-from model import Transformer
-from peers import bench_loss, race_training, transformers
 from scale import bench_scale
-from shapes import MODELS, ModelConfig
 
-# Races in training, by part of the suite; peers in their best configurations.
-CPU = {  # flags, contenders
-    "llama": (
-        "--model llama2-7b --vocab_size 32000 --dim 512 --n_layers 8 --n_heads 8 --n_kv_heads 4 --ffn_dim 1408"
-        " --seq_len 512 --micro_batch 8",
-        ("flatland", "transformers, mixed, compiled", "litgpt, mixed, compiled", "litgpt, bf16, compiled"),
-    ),
-    "gpt2": (
-        "--model gpt2 --vocab_size 50304 --dim 384 --n_layers 6 --n_heads 6 --ffn_dim 1536"
-        " --seq_len 256 --micro_batch 12",
-        ("flatland", "transformers, mixed, compiled"),
-    ),
-}
-LLAMA = "--model llama3-8b --n_layers 8 --seq_len 4096 --micro_batch 2"
-GPT2 = "--model gpt2 --seq_len 1024 --micro_batch 64"
-OFFLOAD = "--model llama3.2-1b --seq_len 8192 --micro_batch 4 --checkpointing block"
-OFFLOAD += " --param_dtype bf16 --state_dtype bf16"
-ON_OFF = ("flatland", "flatland --fp8 tensor")
-GPU = {  # (title, flags, contenders), in the order of their value
-    "models": (
-        ("Llama 3 8B, 8 of 32 layers", LLAMA, ON_OFF),
-        ("Llama 3.2 1B", "--model llama3.2-1b --seq_len 4096 --micro_batch 4", ON_OFF),
-        ("GPT-2 124M", GPT2, ON_OFF),
-    ),
-    "llama": (("Llama 3 8B, peers", LLAMA, ("flatland", "transformers, bf16, compiled", "transformers, bf16")),),
-    "fp8": (("Llama 3 8B, recipes", LLAMA, (*ON_OFF, "flatland --fp8 row", "flatland --fp8 row_gw_hp")),),
-    "gpt2": (("GPT-2, peers", GPT2, ("flatland", "transformers, bf16, compiled")),),
-    "offload": (("Llama 3.2 1B", OFFLOAD, ("flatland", "flatland --offload cpu")),),
-}
-BUDGET = 520.0  # seconds for the GPU suite; a contender that exceeds it fails, so that a call ends within nine minutes
-WIDE = ModelConfig(vocab_size=512, dim=256, n_layers=4, n_heads=8, ffn_dim=688, max_seq_len=2048)
-GENERATED = {
-    "tiny-llama": MODELS["tiny-llama"],
-    "4 layers of 256": WIDE,
-    "4 layers of 256, 2 key/value heads": replace(WIDE, n_kv_heads=2),
+TURNS = 3
+RECORDS = 5  # of a turn, one every five steps; the first two are warm-up
+TRAIN = [ROOT / "train.py", "--eval_every=0", "--sample_every=0", "--log_every=5"]
+LOOP = [ROOT / "bench/transformers_loop.py", "--log_every=5"]
+CONTENDERS = {
+    "speed": {"flatland": TRAIN, "transformers": LOOP},
+    "fp8": {recipe: [*TRAIN, f"--fp8={recipe}"] for recipe in ("off", "tensor", "row", "row_gw_hp")},
 }
 
 
-@torch.no_grad()
-def fill_randomly(model: Transformer, std: float) -> Transformer:
-    """std: large enough that a wrong layer changes the result."""
-    for p in model.parameters():
-        p.normal_(0, std) if p.ndim > 1 else p.fill_(1)
-    return model
+def train(command: list, count: int) -> list[dict]:
+    """The first `count` records of a trainer, which is killed then: at its end it would write a checkpoint."""
+    records = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        with subprocess.Popen([sys.executable, *command, f"--out={run}"], stdout=subprocess.DEVNULL) as process:
+            while len(records) < count and process.poll() is None:
+                time.sleep(0.2)
+                records = [record for record in read_records(run) if "loss" in record]
+            process.kill()
+    if len(records) < count:
+        raise Failure(f"{command[0]} ended after {len(records)} records; its message is above")
+    return records[:count]
 
 
-def bench_cpu(args: Namespace) -> Iterator[Row]:
-    """Training on a CPU: tokens/s of full steps (forward, loss, backward, clipping, AdamW)."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for part in filter(args.parts.__contains__, CPU):
-        flags, names = CPU[part]
-        torch.manual_seed(0)
+def bench_training(suite: str, flags: list[str]) -> Iterator[dict]:
+    for turn in range(1, TURNS + 1):
+        first = None
+        for name, command in CONTENDERS[suite].items():
+            records = train([*command, *flags], RECORDS)
+            rate = median(record["tok_per_s"] for record in records[2:])
+            first = first or rate
+            row = {"turn": turn, "contender": name, "tokens/s": rate, "ratio": rate / first}
+            yield row | {key: records[-1].get(key) for key in ("mfu", "mem_gib", "step", "loss")}
+
+
+def bench_start(flags: list[str]) -> Iterator[dict]:
+    for turn in range(1, TURNS + 1):
+        begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            export_model(fill_randomly(Transformer(parse_args(flags.split()).model_config), 0.08), folder)
-            yield from race_training(part, flags, names, Path(folder), 1, args.repeats, math.inf)
+            command = [sys.executable, *TRAIN, *flags, "--steps=1", f"--out={folder}/run"]
+            printed = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        parts = printed.rpartition("Time taken: ")[2].strip()
+        yield {"turn": turn, "process": time.perf_counter() - begin, "as the run says": parts}
 
 
-def bench_gpu(args: Namespace) -> Iterator[Row]:
-    """One GPU: tokens/s, MFU and peak memory of full training steps."""
-    end = time.monotonic() + BUDGET
-    for part in filter(args.parts.__contains__, GPU):
-        for title, flags, names in GPU[part]:
-            with tempfile.TemporaryDirectory() as folder:
-                values = config_json(parse_args(flags.split()).model_config, "bfloat16")
-                Path(folder, "config.json").write_text(json.dumps(values))
-                yield from race_training(title, flags, names, Path(folder), 5, 1, end)
-
-
-def race_generation(case: str, ours: Transformer, theirs: torch.nn.Module, prompts: int, rounds: int) -> Iterator[Row]:
-    ids = torch.randint(0, ours.config.vocab_size, (prompts, 32), generator=torch.Generator().manual_seed(0))
-    options = {"max_new_tokens": 128, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
-    works = {
-        "transformers": lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, 32:],
-        "flatland": lambda: torch.stack([*sample(ours, ids, 128, ours.config.max_seq_len, temperature=0)], 1),
-    }
-    if not torch.equal(*(work() for work in works.values())):
-        raise Failure(f"{case}: the generated ids differ")
-    turns = {name: lambda work=work: Turn([timeit(work, number=1)]) for name, work in works.items()}
-    yield from race(case, "tokens/s", prompts * 128, turns, rounds)
-
-
-def bench_generate(args: Namespace) -> Iterator[Row]:
-    """Greedy decoding, random weights, fp32: prompts of 32 tokens, 128 new tokens."""
-    for name, config in GENERATED.items():
-        ours = fill_randomly(Transformer(config).eval(), 0.15)
-        with tempfile.TemporaryDirectory() as folder:
-            export_model(ours, folder)
-            theirs, _ = transformers(Path(folder))
-        for prompts in (1, 8):
-            yield from race_generation(f"{name}, {prompts} prompts", ours, theirs, prompts, args.repeats)
-
-
-# ---- the command
-
-SUITES = {
-    "generate": bench_generate,
-    "cpu": bench_cpu,
-    "gpu": bench_gpu,
-    "loss": bench_loss,
-    "scale": bench_scale,
-}
-PARTS = [*(CPU | GPU)]
-FLAGS = {
-    "suite": dict(choices=SUITES, help="what to measure"),
-    "--parts": dict(nargs="+", choices=PARTS, default=PARTS, help="of cpu and gpu (default: all)"),
-    "--repeats": dict(type=within(int, 1), default=5, help="cpu, generate: turns of each (%(default)s)"),
-    "--nanogpt": dict(type=Path, help="loss: folder of a checkout"),
-    "--nanochat": dict(type=Path, help="loss: folder of a checkout"),
-}
-
-
-def parse(argv: list[str]) -> Namespace:
-    args = Parser(FLAGS, prog="bench/run.py", description=__doc__.splitlines()[0]).parse_args(argv)
-    if args.suite == "gpu" and not torch.cuda.is_available():
-        raise UserError("gpu: torch finds no GPU on this machine")
+def parse(argv: list[str]) -> argparse.Namespace:
+    how = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = Parser({"suite": {"choices": [*CONTENDERS, "start", "scale", "golden"]}}, prog="bench/run.py", **how)
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="train.py's, or golden.py's")
+    args = parser.parse_args(argv)
+    if args.suite in (*CONTENDERS, "start"):
+        parse_args(args.flags)  # refuses mistakes
     return args
 
 
-def print_line(cells):
-    texts = ["" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
-    print(f"| {' | '.join(texts)} |", flush=True)
-
-
 def main(argv: list[str]) -> None:
-    args, failures = parse(argv), 0
-    print(", ".join(f"{key} {value}" for key, value in describe_environment().items()))
-    print(f"\n{SUITES[args.suite].__doc__}\n")
-    for i, row in enumerate(SUITES[args.suite](args)):
-        if not i:
-            print_line(row)
-            print_line(["---"] * len(row))
-        failures += row["note"].startswith("failed: ")
-        print_line(row.values())
-    if failures:
-        raise Failure(f"{failures} contenders failed: see the rows above")
+    suite, flags = vars(parse(argv)).values()
+    if suite == "golden":
+        return golden.main(flags)
+    print(", ".join(f"{key} {value}" for key, value in describe_environment().items()), "\n")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    if suite in CONTENDERS:
+        rows = bench_training(suite, flags)
+    else:
+        rows = bench_scale() if suite == "scale" else bench_start(flags)
+    for number, row in enumerate(rows):
+        if not number:
+            print("|", " | ".join(row), "|\n|", "---|" * len(row))
+        print("|", " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()), "|")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
 """The scale suite: costs that could grow with ranks and shards, simulated on one machine without a GPU.
 
-Every rank is a new process. `measure` returns its seconds, its peak memory (with Python and torch), and how many files
-of a folder it opened."""
+`read a manifest`: the last of many ranks finds its part of Llama 3.1 405B in a checkpoint of which only the manifest
+exists. `open shards`: rank 0 opens sparse files and tells them to another rank, as it would tell every other. Each
+measured rank is a new process. `gib` is its peak with Python and torch, `cpu s` is the time of one core."""
 
 import json
-import pickle
+import os
 import resource
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import checkpoint
-import data
 from config import parse_args
+from data import open_data
 from lib.parts import shard_slices
 from lib.ranks import Ranks
 from lib.text import HEADER, INDEX, SHARD
@@ -27,99 +29,78 @@ from model import Transformer
 from optim import AdamW
 from shard import sharded_dim
 
-RANKS = 1, 64, 256, 1024
+RANKS = (64, 64), (1024, 1024), (1024, 64)  # that saved, that read
 SHARDS = 100, 10_000, 100_000
-TOKENS = 150_000_000  # of a shard, which is a sparse file: 100,000 of them hold 15 T tokens
+TOKENS = 150_000_000  # of a shard: 100,000 of them hold 15 T tokens
 MADE_WITH = {"tokenizer": "bytes", "fingerprint": "bytes", "vocab_size": 128256, "delimiter": 0, "kind": "text"}
 SETTINGS = "--model llama3.1-405b --seq_len 8192 --micro_batch 1 --eval_every 0 --data"
 
 
-def measure(work: Callable, folder: str, *args) -> tuple[dict, object]:
-    """Calls work(folder, *args) in a new process -> (its costs, its result)."""
-    with get_context("fork").Pool(1) as pool:
-        return pool.apply(_measured, (work, folder, *args))
-
-
-def _measured(work, folder, *args):
-    opened = []
+def measure(work, folder: str, *args) -> dict:
+    """The costs of work(folder, *args) in this process."""
+    opened, begin, cpu = [], time.perf_counter(), time.process_time()
     sys.addaudithook(lambda event, a: event == "open" and str(a[0]).startswith(folder) and opened.append(1))
-    begin, cpu = time.perf_counter(), time.process_time()
-    result = work(folder, *args)
-    costs = {"seconds": time.perf_counter() - begin, "on the CPU": time.process_time() - cpu}
-    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return costs | {"gib": gib, "files opened": len(opened)}, result
+    found = work(folder, *args) or {}
+    costs = {"seconds": time.perf_counter() - begin, "cpu s": time.process_time() - cpu, "files opened": len(opened)}
+    return costs | {"gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20} | found
 
 
 def write_shards(folder: str, count: int) -> None:
     """A folder of shards as `data.py prepare` leaves it. All bytes are zero."""
     files = {f"train-{i:05}{SHARD}": {"tokens": TOKENS, "sha256": f"{i:064x}"} for i in range(count)}
     for name in files:
-        with open(f"{folder}/{name}", "wb") as file:
-            file.truncate(HEADER + 4 * TOKENS)
+        Path(folder, name).touch()
+        os.truncate(Path(folder, name), HEADER + 4 * TOKENS)
     Path(folder, INDEX).write_text(json.dumps(MADE_WITH | {"files": files}))
 
 
-def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
-    """Opens the data as a rank of a run does, and reads its first step -> the message of rank 0 to the others."""
-    sent = [message]
-
-    def on_first_rank(work, _):
-        if not rank:
-            sent[0] = pickle.dumps(work())
-        return pickle.loads(sent[0])
-
-    data.on_first_rank = on_first_rank
-    loader, _ = data.open_data(parse_args([*SETTINGS.split(), folder]), Ranks(rank, ranks, torch.device("cpu")))
+def open_shards(folder: str, store: str, rank: int) -> None:
+    """Opens the data as a rank of a run of two does, and reads its first step."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    ranks = Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD)
+    loader, _ = open_data(parse_args([*SETTINGS.split(), folder]), ranks)
     next(iter(loader))
-    return sent[0]
 
 
-def write_manifest(run: str, ranks: int) -> int:
-    """Writes the manifest of a run on `ranks` ranks, without the files that it lists -> its bytes."""
-    config = parse_args([*SETTINGS.split(), "bytes"])
+def write_manifest(run: Path, ranks: int) -> None:
+    """Writes the manifest of a checkpoint of `ranks` ranks, without the files that it lists."""
+    config, layouts = parse_args([*SETTINGS.split(), "bytes"]), {}
     with torch.device("meta"):
         parameters = Transformer(config.model_config).named_parameters()
-    layouts, rows = {}, []
     for name, p in parameters:
         for kind in ("model", *AdamW.state_names):
-            dim = sharded_dim(p, ranks)
-            layouts[f"{kind}.{name}"] = checkpoint.Layout([*p.shape], "float32", dim, ranks)
+            layouts[f"{kind}.{name}"] = checkpoint.Layout([*p.shape], "float32", sharded_dim(p, ranks), ranks)
         layouts[f"step.{name}"] = checkpoint.Layout([], "float32", 0, 1)
     checkpoint.assign_files(layouts)
-    for file in sorted({layout.file for layout in layouts.values()}):
-        rows += [{"file": file, "part": rank, "bytes": 2**31, "crc32": 2**31} for rank in range(ranks)]
+    names = sorted({layout.file for layout in layouts.values()})
+    files = [{"file": name, "part": rank, "bytes": 2**31, "crc32": 2**31} for name in names for rank in range(ranks)]
     manifest = {"format": checkpoint.FORMAT, "step": 1, "config": asdict(config), "model": asdict(config.model_config)}
-    manifest |= {"tensors": layouts, "files": rows}
-    folder = checkpoint.step_folder(Path(run), 1)
+    manifest = json.loads(json.dumps(manifest | {"tensors": layouts, "files": files}, default=vars))
+    folder = checkpoint.step_folder(run, 1)
     folder.mkdir(parents=True)
-    text = json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)}, default=vars)
-    return (folder / "manifest.json").write_text(text)
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)}))
 
 
-def read_manifest(run: str, rank: int, ranks: int) -> int:
-    """Reads a manifest -> how many files a rank opens to read its shards of all tensors."""
+def read_manifest(run: str, ranks: int) -> dict:
+    """Reads a manifest -> how many files the last rank opens for its shards of all tensors."""
     saved, opened = checkpoint.Checkpoint(checkpoint.step_folder(Path(run), 1)), set()
     saved.open = lambda file: opened.add(file) or Namespace(read=lambda *_: None)
-    checkpoint.assemble = lambda *args: [read(()) for _, read in args[-1]]
+    checkpoint.assemble = lambda *args: [read(()) for _, read in args[-1]]  # without the values
     for key, layout in saved.layouts.items():
-        saved.read(key, shard_slices(layout.shape, layout.dim, ranks, rank))
-    return len(opened)
+        saved.read(key, shard_slices(layout.shape, layout.dim, ranks, ranks - 1))
+    return {"files to read": len(opened)}
 
 
-def bench_scale(args: Namespace) -> Iterator[dict]:
-    """Resuming and starting on many ranks and shards, measured on the last rank; metadata: bytes of the manifest, which
-    every rank reads, or that rank 0 sends to every other rank."""
-    for saved_by, ranks in (*((n, n) for n in RANKS), (64, 1024), (1024, 64)):
-        with tempfile.TemporaryDirectory() as run:
-            size = write_manifest(run, saved_by)
-            costs, files = measure(read_manifest, run, ranks - 1, ranks)
-            work = {"what": "read a manifest", "ranks": ranks, "shards": None}
-            yield work | costs | {"files opened": files, "metadata": size, "note": f"saved by {saved_by}"}
+def bench_scale() -> Iterator[dict]:
+    for saved_by, ranks in RANKS:
+        with tempfile.TemporaryDirectory() as run, get_context("spawn").Pool(1) as pool:
+            write_manifest(Path(run), saved_by)
+            costs = pool.apply(measure, (read_manifest, run, ranks))
+            yield {"what": "read a manifest", "saved by": saved_by, "ranks": ranks, "shards": ""} | costs
     for shards in SHARDS:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as meeting:
             write_shards(folder, shards)
-            message = b""  # of rank 0
-            for ranks in RANKS:
-                costs, message = measure(open_shards, folder, ranks - 1, ranks, message)
-                work = {"what": "open shards", "ranks": ranks, "shards": shards}
-                yield work | costs | {"metadata": len(message), "note": ""}
+            with get_context("spawn").Pool(2) as pool:
+                jobs = [(open_shards, folder, f"{meeting}/store", rank) for rank in range(2)]
+                for rank, costs in enumerate(pool.starmap(measure, jobs, chunksize=1)):
+                    yield {"what": f"open shards, rank {rank}", "saved by": "", "ranks": 2, "shards": shards} | costs

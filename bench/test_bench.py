@@ -1,128 +1,75 @@
-"""The benchmarks' own logic, peers that train as we do, and this checkout's losses against golden.json. Tolerances for
-other machines catch three deliberate mistakes."""
+"""The benchmarks' own logic, transformers' loop, and this checkout's losses against golden.json. Tolerances for other
+machines catch three deliberate mistakes."""
 
-import itertools
 import json
-import math
 import re
 import warnings
 from argparse import Namespace
-from functools import partial
 
 import pytest
 import torch
 
 import attention
-import common
 import golden
-import peers
 import run
+import scale
 import train
+import transformers_loop
 from config import parse_args
-from data import make_loader
 from lib.curves import read_records
-from lib.errors import Failure, UserError
+from lib.errors import Failure
 from lib.weights import export_model
 from model import Transformer
-from test_shard import skip_plots
+from test_shard import fill, skip_plots
 
-# As many records as its first argument says. It needs a package, then it hangs.
+# As many records as its first argument says; then it hangs.
 TRAINER = """
 import json, pathlib, sys, time
-steps, package, out = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+out = pathlib.Path(sys.argv[2].removeprefix("--out="))
 out.mkdir()
-__import__(package)
-assert steps, "no memory"
-for step in range(1, steps + 1):
-    record = {"step": step, "loss": 6.0 - step, "step_ms": 100.0 * step, "tokens": step, "mem_gib": 2.5, "mfu": 0.1}
-    with open(out / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\\n{}\\n")
-time.sleep(60)
+for step in range(int(sys.argv[1])):
+    record = {"step": step, "loss": 6.0 - step, "tok_per_s": 10.0 + step}
+    print(json.dumps(record), file=open(out / "metrics.jsonl", "a"))
+sys.exit("no memory") if step < 4 else time.sleep(60)
 """
 
 
-def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_path):
+def test_contenders_take_turns_until_their_last_record(tmp_path, monkeypatch, capfd):
     (tmp_path / "trainer.py").write_text(TRAINER)
-    lacking, order = "a_package_that_nobody_has", []
-    cases = {"a": (5, "os", 50), "crashes": (0, "os", 50), "lacks": (5, lacking, 50), "hangs": (1, "os", 0.5)}
-
-    def turn(name: str) -> common.Turn:
-        order.append(name)
-        steps, package, limit = cases[name]
-        return common.train([tmp_path / "trainer.py", steps, package], 5, limit)
-
-    works = {name: partial(turn, name) for name in cases} | {"b": lambda: common.Turn([0.8])}
-    crashed, missing, hung, a, b = common.race("case", "tokens/s", 10.0, works, 2)
-    assert order == ["a", "crashes", "lacks", "hangs", "a"]
-    assert re.search("failed: status 1: .*no memory", crashed["note"]) and "stopped after 0 s" in hung["note"]
-    assert missing["note"].startswith("not available: ") and lacking in missing["note"]
-    assert (a["p10"], a["median"], a["p90"], a["ratio"]) == (20.0, 25.0, pytest.approx(100 / 3), 1.0)
-    assert (a["mfu"], a["gib"], a["note"]) == (0.1, 2.5, "5 tokens, loss 5.0000 4.0000 3.0000 2.0000 1.0000")
-    assert (b["median"], b["ratio"], b["mfu"], b["gib"], b["note"]) == (12.5, 0.5, None, None, "")
+    contenders = {"a": [tmp_path / "trainer.py", "5"], "b": [tmp_path / "trainer.py", "9"]}
+    monkeypatch.setitem(run.CONTENDERS, "speed", contenders)
+    rows = [*run.bench_training("speed", [])]
+    assert [(row["turn"], row["contender"]) for row in rows] == [(turn, name) for turn in (1, 2, 3) for name in "ab"]
+    assert {(row["tokens/s"], row["ratio"], row["loss"], row["mfu"]) for row in rows} == {(13.0, 1.0, 2.0, None)}
+    contenders["b"][1] = "2"
+    with pytest.raises(Failure, match="ended after 2 records"):
+        run.main(["speed"])
+    printed, message = capfd.readouterr()
+    assert "| turn | contender |" in printed and "| 1 | a | 13 | 1 |" in printed and "no memory" in message
 
 
 def test_transformers_takes_the_same_first_steps(tmp_path, monkeypatch):
     skip_plots(monkeypatch.setattr)
-    flags, folder = ["--model", "tiny-gpt2", "--seq_len", "32", "--micro_batch", "2"], tmp_path / "model"
-    export_model(run.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
-    more = f"--dtype fp32 --compile none --weights {folder} --steps 3 --log_every 1 --out {tmp_path}/ours"
-    assert train.main([*flags, *peers.SAME, *more.split()]) == 0
+    flags = ["--model", "tiny-gpt2", "--seq_len", "32", "--micro_batch", "2", "--batch_tokens", "128"]
+    export_model(fill(Transformer(parse_args(flags).model_config)), tmp_path / "model")
+    flags += f"--dtype fp32 --compile none --weight_decay 0 --weights {tmp_path}/model --log_every 1 --steps 3".split()
+    assert train.main([*flags, "--out", f"{tmp_path}/ours"]) == 0
+    transformers_loop.main([*flags, "--out", f"{tmp_path}/theirs"])
     ours = [record for record in read_records(tmp_path / "ours") if "loss" in record]
-    monkeypatch.setattr(peers, "make_loader", lambda config: itertools.islice(make_loader(config), 3))
-    peers.train_here("transformers, fp32", folder, 1, math.inf, flags, tmp_path / "theirs")
     for a, b in zip(ours, read_records(tmp_path / "theirs"), strict=True):
-        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=peers.SAME_STEP)
+        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-4)
 
 
-def test_a_peer_that_computes_something_else_is_not_timed(tmp_path, monkeypatch):
-    timed, names = [], ("flatland", "transformers, mixed", "litgpt, bf16")
-    (tmp_path / "model.safetensors").write_text("")
-
-    def turn(command, count, limit) -> common.Turn:
-        timed.extend([command[1]] * (count > 1))
-        record = {"loss": 5.0 + 0.01 * ("litgpt" in command[1]), "grad_norm": 1.0, "tokens": 64, "mem_gib": 1.0}
-        return common.Turn([1.0], [record])
-
-    monkeypatch.setattr(peers, "train", turn)
-    rows = [*peers.race_training("tiny", "--micro_batch 2", names, tmp_path, 1, 1, math.inf)]
-    assert timed == ["--micro_batch", "transformers, mixed"]  # ours, and one peer
-    assert "litgpt" in rows[0]["what"] and "differs from ours by a relative 2.0e-03" in rows[0]["note"]
-
-
-def test_the_flags_of_every_race_are_valid():
-    races = [race[1:] for part in run.GPU.values() for race in part]
-    for words, names in [*races, *run.CPU.values()]:
-        for ours, _, more in (name.partition(" ") for name in names):
-            parse_args([*words.split(), *peers.SAME, *more.split()] if ours == "flatland" else words.split())
-
-
-def test_generation_equals_transformers_and_is_timed(monkeypatch):
-    monkeypatch.setattr(run, "GENERATED", {"tiny-llama": run.GENERATED["tiny-llama"]})
-    rows = [*run.bench_generate(Namespace(repeats=1))]
-    assert [row["what"] for row in rows] == ["transformers", "flatland"] * 2
-    assert all(row["median"] > 0 for row in rows)
-
-
-def test_a_suite_that_cannot_run_and_one_that_failed(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="finds no GPU"):
-        run.main(["gpu"])
-    monkeypatch.setattr(run, "SUITES", {"cpu": lambda args: [common.row("case", "b", "failed: no memory")]})
-    with pytest.raises(Failure, match="1 contenders failed"):
-        run.main(["cpu"])
-
-
-def test_a_race_in_time_to_loss(monkeypatch):
-    """Contenders take turns; a turn of two seconds has a validation loss after each tenth."""
-    monkeypatch.setattr(peers, "DEFAULT", [*peers.DEFAULT, "--eval_batches=1", "--n_layers=1"])
-    monkeypatch.setattr(peers, "race", lambda *args: args)
-    _, _, tokens, works, rounds = peers.bench_loss(Namespace(nanogpt=None, nanochat=None))
-    assert [*works][:3] == ["flatland adamw, 0.006", "flatland muon, 0.009", "flatland adamw, 0.003"]
-    assert (tokens, len(works), rounds) == (2048, 6, 1)
-    command, count = works["flatland muon, 0.009"].args
-    records = common.train([*command[:4], 2, *command[5:]], count).records
-    assert [record["tokens"] % tokens for record in records] == [0] * 10
-    assert records[-1]["val_loss"] < 5.8 and records[-1]["loss"] < 5.8
+def test_a_start_and_the_scale(monkeypatch):
+    monkeypatch.setattr(run, "TURNS", 1)
+    (row,) = run.bench_start(["--n_layers=1", "--compile=none"])
+    assert re.match(r"[\d.]+ seconds \(start ", row["as the run says"])
+    monkeypatch.setattr(scale, "SETTINGS", scale.SETTINGS.replace("llama3.1-405b", "tiny-llama"))
+    monkeypatch.setattr(scale, "RANKS", [(4, 2)])
+    monkeypatch.setattr(scale, "SHARDS", [3])
+    manifest, *shards = scale.bench_scale()
+    assert (manifest["ranks"], manifest["files to read"]) == (2, 4)  # 258 rows of 4 and 2 ranks overlap
+    assert [row["what"] for row in shards] == ["open shards, rank 0", "open shards, rank 1"]
 
 
 # ---- golden losses
