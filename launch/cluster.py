@@ -269,43 +269,36 @@ def last_saved(out: Path) -> str:
 # ---- following a run
 
 
-class Follower:
-    """Shows new lines of log.txt."""
+def end_of_log(out: Path) -> str:
+    """tail's option for what log.txt will get from now on."""
+    log = out / "log.txt"
+    return f"-c +{log.stat().st_size + 1 if log.exists() else 1}"
 
-    def __init__(self, out: Path):
-        self.out, self.log = out, out / "log.txt"
-        self.offset = self.log.stat().st_size if self.log.exists() else 0
 
-    def show_new(self) -> None:
-        with contextlib.suppress(FileNotFoundError), open(self.log, "rb") as file:
-            file.seek(self.offset)
-            text = file.read().decode(errors="replace")
-            self.offset = file.tell()
-            if sys.stdout.isatty():
-                text = re.sub(r"^[\d-]{10} [\d:]{8} [A-Z] \[[^\]]*\] ", "", text, flags=re.M)
-            say(text, end="")
-
-    def wait(self, *states: str) -> State:
-        """Waits until the run leaves these states. Ctrl-C ends the waiting, not the run."""
-        pressed = []  # a KeyboardInterrupt would be lost in a finalizer, for example of a lock
-        usual = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-        while (now := state_of(self.out)).state in states and not pressed:
-            self.show_new()
-            time.sleep(LOOK)
-        signal.signal(signal.SIGINT, usual)
-        if pressed:
-            say(f"\n{self.out} is {now.state}. {hints(self.out)}")
+def wait(out: Path, *states: str) -> State:
+    """Waits until the run leaves these states. Ctrl-C ends the waiting, not the run."""
+    # As a KeyboardInterrupt it would be lost in a finalizer, for example of a lock.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    while (now := state_of(out)).state in states:
+        if signal.sigtimedwait([signal.SIGINT], LOOK):
+            say(f"\n{out} is {now.state}. {hints(out)}")
             raise KeyboardInterrupt
-        return now
+    return now
 
-    def to_the_end(self) -> int:
-        """Follows until the run is over -> the exit status."""
-        end = self.wait("starting", "running", "waiting")
-        self.show_new()
-        status = EXIT[end.state]
-        text = f"error: {end.message}" if status == 2 else f"{self.out}: {end}"
-        say(text, sys.stderr if status else sys.stdout)
-        return status
+
+def follow(out: Path, start: str) -> int:
+    """Shows log.txt, beginning where tail's option `start` says, until the run is over -> the exit status."""
+    log = shlex.quote(str(out / "log.txt"))
+    prefix = r"[0-9-]{10} [0-9:]{8} [A-Z] \[[^]]*\] " * sys.stdout.isatty()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as body:  # when it has ended, tail looks once more, and ends
+        tail = f"tail -F {start} -s 0.1 --pid {body.pid} -- {log} 2>/dev/null | sed -uE 's/^{prefix}//'"
+        viewer = subprocess.Popen(f"{tail} || kill -INT {os.getpid()}", shell=True)  # nobody reads the output
+        end = wait(out, "starting", "running", "waiting")
+    viewer.wait()
+    status = EXIT[end.state]
+    text = f"error: {end.message}" if status == 2 else f"{out}: {end}"
+    say(text, sys.stderr if status else sys.stdout)
+    return status
 
 
 # ---- the verbs
@@ -350,14 +343,14 @@ def verb_train(words: list[str]) -> int:
         raise UserError(f"{out} is being trained already. {hints(out)}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "logs/stop").unlink(missing_ok=True)
-    follower = Follower(out)
+    start = end_of_log(out)
     leave_behind(Supervisor(job, hosts))
-    if follower.wait("starting").state == "running":
+    if wait(out, "starting").state == "running":
         say(f"Started {out} on {', '.join(h.label for h in hosts)}; log in {out}/log.txt")
         if job["detach"] or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(out))
             return 0
-    return follower.to_the_end()
+    return follow(out, start)
 
 
 def check(hosts: list[Host], job: dict) -> bool:
@@ -406,11 +399,9 @@ def leave_behind(supervisor: Supervisor) -> None:
 
 def verb_logs(out: Path, flags: argparse.Namespace) -> int:
     if flags.which is not None:
-        follow = [] if state_of(out).ended else ["-F"]
-        os.execvp("tail", ["tail", "-n", "20", *follow, "--", *map(str, output_files(out, flags.which))])
-    follower = Follower(out)
-    say(tail(follower.log, 50), end="")
-    return follower.to_the_end()
+        options = ["-n", "20"] + ["-F"] * (not state_of(out).ended)
+        os.execvp("tail", ["tail", *options, "--", *map(str, output_files(out, flags.which))])
+    return follow(out, "-n 50")
 
 
 def find_host(launch: dict, label: str | None) -> Host:
@@ -463,13 +454,13 @@ def verb_stop(out: Path, flags: argparse.Namespace) -> int:
         " at once, without saving" if at_once else ": it ends its step and saves. The same once more stops it at once."
     )
     say(f"Stopping {out}{how}")
-    follower = Follower(out)
+    start = end_of_log(out)
     with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
         request_file.parent.mkdir(exist_ok=True)
         request_file.write_text("now" * at_once)
     if at_once:
         ask(hosts_of(launch), launch, "sweep")
-    return follower.to_the_end()
+    return follow(out, start)
 
 
 def verb_attach(out: Path, flags: argparse.Namespace) -> None:

@@ -259,9 +259,8 @@ def verb_doctor(words: list[str]) -> int:
     table, problems = [("", *names)], []
     for host, check, facts in zip(hosts, checks, measures, strict=True):
         table.append((host.label, *(str((check | facts).get(name) or "none") for name in names)))
-        problems += [
-            f"✗ {host.label}: {problem}" for answer in (check, facts) for problem in answer.get("problems", [])
-        ]
+        found = check.get("problems", []) + facts["problems"]
+        problems += [f"✗ {host.label}: {problem}" for problem in found]
     if len({facts.get("torch") for facts in measures}) > 1:
         problems.append("✗ torch differs: bash launch.sh sync")
     say("\n".join([columns([*zip(*table, strict=True)]), *problems]))

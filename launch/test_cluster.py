@@ -315,7 +315,7 @@ def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, s
     assert cluster.state_of(supervisor.out).message == message
     assert node.read_json(supervisor.out / "status.json")["message"] == message
     assert log(supervisor).endswith(str(cluster.state_of(supervisor.out)))
-    assert cluster.Follower(supervisor.out).to_the_end() == 1 and capsys.readouterr().err.endswith(f"{message}\n")
+    assert cluster.follow(supervisor.out, "-n 50") == 1 and capsys.readouterr().err.endswith(f"{message}\n")
     monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
     write_status(supervisor, state, reported)
     assert f"the disk of {supervisor.out} is full" in supervisor.judge(cause)[1]
@@ -325,15 +325,17 @@ def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, s
     ("error", 2, "", "error: m\n"), ("failed", 1, "", "{}: failed at step 7: m\n"),
     ("finished", 0, "{}: finished at step 7: m\n", ""),
 ])  # fmt: skip
-def test_how_a_run_ended_is_told(supervisor, capsys, monkeypatch, state, status, out, err):
+def test_how_a_run_ended_is_told(supervisor, capfd, monkeypatch, state, status, out, err):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # no prefix there
-    follower = cluster.Follower(supervisor.out)
-    (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
+    (supervisor.out / "log.txt").write_text("not shown\n")
+    start = cluster.end_of_log(supervisor.out)
+    with open(supervisor.out / "log.txt", "a") as log:
+        log.write("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
     supervisor.report("two\nlines\n")
     write_status(supervisor, state)
-    assert follower.to_the_end() == status
+    assert cluster.follow(supervisor.out, start) == status
     lines = "Batch 20 Loss: 8.42184\nno prefix\ntwo\nlines\n"
-    assert capsys.readouterr() == (lines + out.format(supervisor.out), err.format(supervisor.out))
+    assert capfd.readouterr() == (lines + out.format(supervisor.out), err.format(supervisor.out))
 
 
 def test_a_host_where_nothing_is_left_says_so(tmp_path):

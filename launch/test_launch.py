@@ -203,7 +203,7 @@ def test_arguments_reach_train_as_typed_and_the_log_of_the_rank_that_failed_is_s
     assert f"in {stands}\n" in log
     assert f'environment ["2", null, {len(os.environ.get("HF_TOKEN", ""))}]' in log
     assert out.startswith("Started runs/default")
-    assert log in out  # every line, with its prefix, because this is not a terminal
+    assert out.endswith(log)  # every line, with its prefix, because this is not a terminal
     assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
     assert '"attention"' not in out
     first, second = node.read_json(next(stands.glob("runs/default/logs/*/*/causes.json")))
