@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lib import progress
-from lib.errors import Failure, UserError
+from lib.errors import Failure, Message, UserError
 
 BLOCK = 2**24  # bytes per read when checksums are computed
 SAMPLE, SAMPLE_BLOCK = 2**27, 2**16  # bytes of all files, and of a file at a place, that sample_digest reads
@@ -152,7 +152,7 @@ def retry(work: Callable, path: Path | str = "", transient: Callable[[Exception]
                 e.filename = str(path)
             if wait is None or not transient(e):
                 raise
-            logger.warning(f"{e}; trying again in {wait} s")
+            logger.warning(f"{Message(e)}; trying again in {wait} s")  # a server may repeat the token
         time.sleep(wait)
 
 
