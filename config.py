@@ -19,7 +19,6 @@ from typing import NamedTuple
 from lib.errors import Parser, UserError, naming, nearest
 from lib.files import ROOT, VERSION
 from lib.hub import local_path
-from lib.synonyms import describe_unknown
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -273,7 +272,9 @@ def with_recipes(argv: list[str]) -> dict[str, Setting]:
         typed, equals, value = word[2:].partition("=")
         name = typed.replace("-", "_")
         if name not in helps:
-            wrong.append(place + describe_unknown(typed, helps))
+            near = nearest(name, helps)
+            hint = f"the nearest one is --{near} ({helps[near]}); " if near else ""
+            wrong.append(f"{place}unknown flag --{typed}; {hint}--help lists all")
         other = REPLACES.get(name)
         if other in settings and settings[other].recipe != recipe:
             del settings[other]

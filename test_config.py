@@ -15,7 +15,6 @@ from attention import BACKENDS, PACKED
 from config import NEEDS, Config, check_batch, parse_args, refuse_conflicts
 from lib.errors import UserError
 from lib.families import config_json
-from lib.synonyms import ELSEWHERE, INSTEAD
 from model import MODELS
 
 ROOT = Path(config.__file__).parent
@@ -62,25 +61,6 @@ def test_spellings_and_types_and_later_wins(words, changes):
 def test_values_may_hold_spaces():
     c = parse_args(["--data", "my-own text.txt", "b.bin", "--out=--a-b=c d", "--lr", "1"])
     assert (c.data, c.out, type(c.lr)) == (("my-own text.txt", "b.bin"), "--a-b=c d", float)
-
-
-@pytest.mark.parametrize("name, ours", [
-    ("block_size", "seq_len"), ("eval_iters", "eval_batches"), ("dropout", ""), ("model_name_or_path", "weights"),
-    ("per-device-train-batch-size", "micro_batch"), ("total_batch_size", "batch_tokens"), ("log_level", ""),
-    ("parallelism.data_parallel_shard_degree", "shard_size"), ("activation_checkpoint.mode", "checkpointing"),
-    ("checkpoint.interval", "save_every"), ("optimizer.eps", ""), ("job.steps", "steps"),
-])  # fmt: skip
-def test_a_flag_of_another_trainer_names_ours_or_none(name, ours):
-    helps = {f.name: f.metadata["help"] for f in FIELDS}
-    expected = f"; the nearest one is --{ours} ({helps[ours]}); " if ours else "; "
-    assert refused(f"--{name}", "1") == f"unknown flag --{name}{expected}--help lists all"
-
-
-def test_the_table_of_other_trainers_maps_names_that_are_not_ours_to_flags():
-    ours, theirs = {f.name for f in FIELDS}, [*INSTEAD, *(name for names in ELSEWHERE.values() for name in names)]
-    named = re.findall(r"--(\w+)", "".join(INSTEAD.values()))
-    assert {*named} <= ours | {"nproc", "hosts"}
-    assert ELSEWHERE.keys() <= ours and not ours & {*theirs} and len({*theirs}) == len(theirs)
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["choices"]], ids=lambda f: f.name)
@@ -198,9 +178,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--model Llama-3-8B", "Did you mean llama3-8b"), ("--model a/b", "unknown. Choose"),
     ("recipes/default.args", "name it with an @, as in @recipes/default.args"),
     ("--data a.txt recipes/gpt2-124m.args", "as in @recipes/gpt2-124m.args"),
-    ("--gradient_accumulation_steps 4", "--batch_tokens is it in tokens: .* x --micro_batch"),
-    ("--parallelism.tensor_parallel_degree 2", "--context_parallel"), ("--num-gpus 2", "bash launch.sh --nproc"),
-    ("--stpes 1 --foo --lerning_rate 1", "--stpes; .*--steps .*\nunknown flag --foo; .*\nunknown flag --lerning_rate"),
+    ("--stpes 1 --foo --batch-token 1", "--stpes; .*--steps .*\nunknown flag --foo; --h.*\n.*--batch-token; .*_tokens"),
     ("--steps 0 --seq_len 0 --schedule x", "--seq_len 0: .*\n--steps 0: .*\n--schedule x: unknown"),
     ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
     (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"), (f"--dim {2**40} --n_heads 4", "no machine holds"),
