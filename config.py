@@ -79,8 +79,9 @@ class Config:
         "",
         "bytes, a tokenizer.json or tokenizer.model, a folder or hub id; empty = --weights' or --model's, or bytes",
     )
-    text_field: str = may_change_on_resume(  # the data's fingerprint tells if it makes a difference
-        "", "field with a row's text, even if it has a conversation's fields; empty = text, if it has none"
+    text_field: tuple = may_change_on_resume(  # the data's fingerprint tells if it makes a difference
+        (),
+        "field of a row's text, even if it has a conversation's fields; for an entry: a.csv=FIELD; none = text",
     )
     chat_fields: tuple = _flag(
         (), "fields of a conversation: user,assistant or system,user,assistant; none = the usual names"
@@ -410,7 +411,8 @@ def _read_value(f: Field, words: list[str]):
     if not words and kind is bool:
         return True
     if kind is tuple and words:
-        return tuple(words if f.name in ("data", "val_data") else filter(None, ",".join(words).split(",")))
+        is_spaced = f.name in ("data", "val_data", "text_field")
+        return tuple(words if is_spaced else filter(None, ",".join(words).split(",")))
     try:
         (word,) = words
         word = ALIASES.get((f.name, word), word)
@@ -492,6 +494,8 @@ def _check_data(c: Config, trains: bool) -> None:
 
 def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
+    from lib.text import text_fields
+
     tunable, model = fields_that_resume("override"), c.model_config
     if wrong := {*c.resume_override} - {*tunable}:
         raise UserError(
@@ -499,6 +503,7 @@ def check_values(c: Config) -> None:
         )
     if not c.out.isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {c.out!r}: a run folder's name must be printable")
+    text_fields(c.text_field, c.data + c.val_data)  # refuses names of no entry
     if len(c.chat_fields) not in (0, 2, 3):
         raise UserError(f"--chat_fields {','.join(c.chat_fields)}: expected two or three names")
     if c.profile and c.steps < PROFILE_AFTER + c.profile:

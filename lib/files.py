@@ -27,11 +27,12 @@ logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.3.0"  # CHANGELOG.md lists its changes
 FULL = 2**20  # free bytes below which a disk counts as full
-KINDS = {  # first bytes -> a content that is neither configuration nor weights
+SUBSTITUTES = {  # first bytes -> a content that was stored instead of a file
     b"version https://git-lfs": "a git-LFS pointer, not the file: run `git lfs pull` there",
-    rb"\s*<(!doctype|html|\?xml)": "an HTML or XML page: repeat the download with `python download.py ORG/NAME`",
-    b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code",
+    rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)": "an HTML or XML page, not the file: repeat the download",
+    rb"(404: )?(entry |file )?not found\s*\Z": "a server's message, not the file: repeat the download",
 }
+KINDS = {**SUBSTITUTES, b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code"}
 EMPTY = 30.0  # seconds after which nobody is about to fill an empty lock
 
 
@@ -95,9 +96,10 @@ def read_json(path: Path) -> dict:
         return {}
 
 
-def describe_content(head: bytes) -> str:
-    """Names a file's content by its first bytes, if it is a pickle, a web page or a git-LFS pointer; else empty."""
-    return "".join(kind for pattern, kind in KINDS.items() if re.match(pattern, head, re.IGNORECASE))
+def describe_content(head: bytes, kinds: dict[bytes, str] = KINDS) -> str:
+    """Names a file's content by its first 512 bytes, if it is neither configuration, weights nor data; else empty.
+    kinds: SUBSTITUTES for data, whose first bytes may be any but those."""
+    return "".join(kind for pattern, kind in kinds.items() if re.match(pattern, head, re.IGNORECASE))
 
 
 def read_file(path: Path) -> bytes:

@@ -138,14 +138,15 @@ class Catalog:
         """-> (the files that entries name, whether they are streamed). Text of addresses is streamed, and with
         --stream all text. Conversations never are; the first good row decides."""
         if specs not in self.known:
-            config, files = self.config, [file for spec in specs for file in text.find_files(spec, flag)]
+            config = self.config
+            files = [file for spec in specs for file in text.find_entry(spec, flag, config)]
             is_text = all(file.kind != SHARD for file in files)
             is_stream = is_text and any(config.stream or file.store for file in files)
             if is_stream:
-                jobs = ((0, file.name, [row]) for file in files for row in file.rows(0, 0))
+                jobs, report = ((0, file, [row]) for file in files for row in file.rows(0, 0)), text.new_report()
                 with ThreadPoolExecutor(1) as pool:
-                    encoded = text.encode(jobs, Encoder.of(config), pool, 0)
-                    is_stream = next((kind for *_, kind, _ in encoded), "text") == "text"
+                    next(text.encode(jobs, Encoder.of(config), pool, 0, report), None)
+                is_stream = report["kind"] != "chat"
             self.known[specs] = files, is_stream
         return self.known[specs]
 
@@ -195,6 +196,7 @@ class Catalog:
         """Reads the index of a folder once. Refuses data of several tokenizers."""
         if folder not in self.indexes:
             self.indexes[folder] = index = read_index(Path(folder))
+            text.tell_omissions(index, folder)
             if index:
                 self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
             if len(self.tokenizers) > 1:
@@ -305,6 +307,8 @@ class ChatRows(ShardRows):
         if not count:
             content = f"{total} conversations, and none is left ({is_long.sum()} are longer than --seq_len {T})"
             raise _too_little(split, content, "larger")
+        if total - count > total / 100:
+            text.log.warning(f"{total - count} of {total} conversations are dropped: give a larger --seq_len")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
@@ -365,7 +369,7 @@ class Stream:
         for file in self.files:
             has_version = file.store and file.version and not self.shares  # else only the name identifies it
             names.append((file.version if has_version else Path(file.name).name, file.size))
-        identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
+        identity = [self.config.lanes, self.encoder.fields_of(self.files) or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
@@ -384,25 +388,6 @@ class Stream:
         files = self.files[lane % len(self.files) :: self.config.lanes]
         return [files[i] for i in permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")]
 
-    def _read(self, file, last):
-        """The rows of a file after number `last`. After an error the file is opened again."""
-        rows = None
-
-        def take():
-            nonlocal rows
-            try:
-                if rows is None:
-                    local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
-                    rows = local.rows(last, 0)
-                return next(rows, None)
-            except Exception:
-                rows = None
-                raise
-
-        while row := retry(take):
-            last = row.number
-            yield row
-
     def _jobs(self, lane, start):
         """The rows of a lane from a Position, without end: ((epoch, file), name, rows)."""
         n, lanes = len(self.files), self.config.lanes
@@ -411,10 +396,11 @@ class Stream:
         for epoch in itertools.count(start.epoch):
             has_rows = first_file or first_row
             for k, file in enumerate(self._files(lane, epoch)[first_file:], first_file):
-                rows = (row for row in self._read(file, first_row - 1) if (row.number - 1) % sharers == nth)
+                local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
+                rows = (row for row in local.rows(first_row - 1, 0) if (row.number - 1) % sharers == nth)
                 for group in text.group_rows(rows, LANE_BATCH):
                     has_rows = True
-                    yield (epoch, k), file.name, group
+                    yield (epoch, k), file, group
                 first_row = 0
             if not has_rows:
                 names = ", ".join(file.name for file in self.files[:3])
@@ -426,13 +412,13 @@ class Stream:
         T, start = self.config.seq_len, self.positions.get(str(lane), Position())
         given, offset = start.given, start.token
         tokens = np.zeros(0, np.uint32)  # not in any row yet; at most T of them are of earlier documents
-        encoded = text.encode(self._jobs(lane, start), self.encoder, self.workers, 1, start.bad, "text")
-        for (epoch, file), row, ids, _, bad in encoded:
+        report = text.new_report("text", start.bad)
+        for (epoch, file), row, ids in text.encode(self._jobs(lane, start), self.encoder, self.workers, 1, report):
             offset -= len(tokens)  # between the beginnings of the document and of `tokens`
             tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
             while len(tokens) > T:
                 given, offset = given + 1, offset + T
-                yield tokens[: T + 1], Position(given, epoch, file, row.number, offset, bad)
+                yield tokens[: T + 1], Position(given, epoch, file, row.number, offset, report["skipped"])
                 tokens = tokens[T:]
             offset = 0
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
-from lib.files import retry
-from lib.hub import guard_token, hub_errors, is_busy
+from lib.hub import guard_token, hub_errors
 from lib.progress import advance
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
@@ -39,18 +38,24 @@ def list_files(spec: str, flag: str) -> tuple[object, list[dict]]:
     from fsspec.implementations.local import LocalFileSystem
 
     if "://" not in spec:
-        return None, _list(LocalFileSystem(), str(Path(spec).expanduser()))
+        path = Path(spec).expanduser().absolute()
+        if not path.exists():  # a pattern, below a folder whose name may hold * ? and []
+            folder = next(parent for parent in path.parents if parent.exists())
+            path = Path(glob.escape(str(folder)), path.relative_to(folder))
+        return None, _list(LocalFileSystem(), str(path))
     store, path = _open_hub(spec, flag) if spec.startswith("hf://") else _open_store(spec, flag)
     return store, [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
 
 
 def _list(store, path):
-    # A name may hold ? and []. On the web, `exists` would take a server that does not answer for a missing file.
-    if "*" not in path and (path.startswith("http") or store.exists(path)):
+    try:  # a name may hold * ? and []; `store.exists` would take a cut connection for a missing file
         info = store.info(path)
         if info["type"] != "directory":
             return [info]
         path = glob.escape(path) + "/*"
+    except (FileNotFoundError, NotADirectoryError):
+        if path.startswith("http") and "*" not in path:  # it may be a server that does not answer
+            raise
     infos = store.glob(path, detail=True)
     # A page with links tells no sizes.
     return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
@@ -81,10 +86,9 @@ def _open_hub(spec, flag):
         raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
     repo, revision, path = address.groups()
     guard_token()
-    commit = retry(lambda: HfApi().dataset_info(repo, revision=revision or "main").sha, transient=is_busy)
+    commit = HfApi().dataset_info(repo, revision=revision or "main").sha
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
-    # The store remembers the answer, and repeats other requests itself.
-    retry(lambda: store.resolve_path(path), transient=is_busy)
+    store.resolve_path(path)  # the store remembers the answer
     return store, path
 
 
@@ -122,7 +126,10 @@ def store_errors(address: str) -> Iterator[None]:
         is_ours = type(error).__module__ == "builtins" and not isinstance(error, OSError)
         if is_ours or repo or "://" not in address or isinstance(error, Message):
             raise
+        is_refusal = getattr(error, "status", 0) in (400, 401, 403, 404, 410) or "Credential" in type(error).__name__
         # fsspec calls a web server that does not answer a missing file.
-        is_failure = isinstance(error.__cause__, OSError) or not isinstance(error, (FileNotFoundError, PermissionError))
-        kind = Failure if is_failure and "Credential" not in type(error).__name__ else UserError
+        is_missing = isinstance(error, (FileNotFoundError, PermissionError)) and not isinstance(
+            error.__cause__, OSError
+        )
+        kind = UserError if is_refusal or is_missing else Failure
         raise kind(f"{address}: {error.__cause__ or error!r}") from None

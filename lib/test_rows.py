@@ -246,7 +246,7 @@ def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
     monkeypatch.setattr("lib.files.WAITS", (0, 0))
     monkeypatch.setattr(rows, "LANE_BATCH", 100)
-    failures, read = [1, 1], text_module.TextFile.rows
+    failures, read = [1, 1], text_module.TextFile._rows
 
     def failing(self, *args):
         for row in read(self, *args):
@@ -255,7 +255,7 @@ def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
                 raise Failure("no answer of a hub")
             yield row
 
-    monkeypatch.setattr(text_module.TextFile, "rows", failing)
+    monkeypatch.setattr(text_module.TextFile, "_rows", failing)
     assert run(config(C4, lanes=3), 6)[0] == expected
     failures[:] = [1] * 20
     with pytest.raises(Failure, match="no answer"):

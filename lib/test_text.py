@@ -159,6 +159,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
 def test_a_missing_package_a_refusal_and_a_bug_of_ours(monkeypatch):
     """The install line; a store that fails ends with status 1, a missing file with 2, and a bug keeps its traceback."""
     MemoryFileSystem().pipe("/data/a.jsonl", jsonl(ROWS))
+    monkeypatch.setattr("lib.files.WAITS", ())
     for package in ("s3fs", "gcsfs", "adlfs"):
         monkeypatch.setitem(sys.modules, package, None)
     for address, message in (
@@ -243,8 +244,6 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=4000)
     if at > 1:
-        with open(tmp_path / "out/progress.jsonl", "a") as file:
-            file.write('{"kind": "te')  # a kill may cut a line
         assert "not prepared to its end" in refused(open_checked, parse_args(["--data", str(tmp_path / "out")]))
     seen[:] = range(at)  # from now on there is no interruption
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and [*verify(tmp_path / "out")] == []
@@ -259,27 +258,32 @@ def test_a_call_that_ends_in_its_first_shard_resumes(tmp_path, monkeypatch):
     """Here because the disk is full, which names the file. An older call for other tokens made no shard."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/progress.jsonl").write_text('\n{"key": "other"}')
+    (tmp_path / "out/index.json").write_text('{"key": "other", "position": [0, 0]}')
     shard = tmp_path / "out/train-00000.bin"
     full = mock.Mock(side_effect=lambda _: shard.touch() or os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with monkeypatch.context() as patch, pytest.raises(OSError, match=f"No space left on device: '{shard}'"):
         patch.setattr(Path, "write_bytes", full)
         run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert shard.exists() and "other" not in (tmp_path / "out/progress.jsonl").read_text()
+    assert shard.exists() and "other" not in (tmp_path / "out/index.json").read_text()
     run([tmp_path / "a.jsonl"], tmp_path / "out")
     assert tokens(tmp_path / "out", "train") == naive(ROWS)["train"]
 
 
-def test_the_index_is_written_once(tmp_path, monkeypatch):
-    """At the end; each shard adds a line of the same length to another file."""
+def test_a_file_of_the_user_is_kept(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
-    write, lines = mock.Mock(wraps=text.write_whole), []
+    (tmp_path / "index.json").write_text("{}")
+    assert "holds a.jsonl, index.json, made of other" in refused(run, [tmp_path / "a.jsonl"], tmp_path)
+    assert (tmp_path / "index.json").read_text() == "{}"
+
+
+def test_the_index_grows_with_the_shards(tmp_path, monkeypatch):
+    """It is written after each of the first shards and then less often, or its bytes would grow as their square."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["abcd"] * 1000))
+    write = mock.Mock(wraps=text.write_whole)
     monkeypatch.setattr(text, "write_whole", write)
-    progress = tmp_path / "out/progress.jsonl"
-    write.side_effect = lambda *_, **__: lines.extend(progress.read_text().splitlines()[1:]) or mock.DEFAULT
-    index = run([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=200)
-    assert write.call_count == 1 and max(map(len, lines)) < 400
-    assert sum(len(json.loads(line)["files"]) for line in lines) == len(index["files"]) > 60
+    index = run([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=5)
+    assert len(index["files"]) == 1000 and 100 < write.call_count < 350
+    assert sum(len(call.args[1]) for call in write.mock_calls) < 150 * len(json.dumps(index))
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):
@@ -371,14 +375,77 @@ def test_what_is_not_there_or_empty_is_named(tmp_path):
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
-    lines = jsonl(ROWS[:10]).splitlines(keepends=True)
-    lines[3], lines[7] = b"{\n", b'{"txt": "x"}\n'
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    assert "line 8" in refused(run, [tmp_path / "a.jsonl"], tmp_path / "one", val_every=0, skip_bad=1)
-    run([tmp_path / "a.jsonl"], tmp_path / "two", val_every=0, skip_bad=2)
-    kept = [row for i, row in enumerate(ROWS[:10]) if i not in (3, 7)]
-    assert tokens(tmp_path / "two", "train") == naive(kept, 0)["train"]
+    """Every later run names them, from the index of the cache or of a prepared folder."""
+    lines = jsonl(ROWS[:12]).splitlines(keepends=True)
+    lines[3], lines[7], lines[9] = b"{\n", b'{"txt": "x"}\n', b'{"txt": "y"}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(lines))
+    assert "line 10" in refused(run, [path], tmp_path / "one", val_every=0, skip_bad=2)
+    run([path], tmp_path / "out", val_every=0, skip_bad=3)
+    kept = [row for i, row in enumerate(ROWS[:12]) if i not in (3, 7, 9)]
+    assert tokens(tmp_path / "out", "train") == naive(kept, 0)["train"]
     assert "line 4" in caplog.text and "line 8" in caplog.text
+    for words in (f"{path} --skip_bad 3", f"{path} --skip_bad 3", f"{tmp_path}/out"):
+        caplog.clear()
+        text.warn_once.cache_clear()  # as in another process
+        open_checked(parse_args(f"--seq_len 8 --data {words}".split()))
+        assert f"{path}: 3 bad rows left out: not JSON in UTF-8: Exp" in caplog.text
+        assert "(found: txt (str)); --text_field" in caplog.text and "(2)" in caplog.text
+    index = json.loads((tmp_path / "out/index.json").read_text())
+    del index["left_out"]  # as of version 0.3
+    (tmp_path / "out/index.json").write_text(json.dumps(index))
+    open_checked(parse_args(f"--seq_len 8 --data {tmp_path}/out".split()))
+    assert f"{tmp_path}/out: 3 bad rows were left out when it was prepared" in caplog.text
+
+
+def test_files_of_unknown_kinds_are_counted(tmp_path, caplog):
+    for name in ("a.txt", "b.py", "c.py", "d", ".git", "README.md"):
+        (tmp_path / name).write_text("x")
+    find_files(str(tmp_path), "--data")
+    assert caplog.messages == [f"--data {tmp_path}: 3 files of unknown kind left out (.py, no suffix)"]
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456789\n"
+
+
+@pytest.mark.parametrize("content, message", [
+    (LFS, "git-LFS pointer.*git lfs pull"), (b"\n<!DOCTYPE html><p>Sign in", "HTML or XML page"),
+    (b"\xef\xbb\xbf<?xml version='1.0'?><Error>", "HTML or XML page"), (b"404: Not Found", "server's message"),
+])  # fmt: skip
+@pytest.mark.parametrize("suffix", text.SUFFIXES + (text.SHARD,))
+def test_what_was_stored_instead_of_a_file_is_named(tmp_path, suffix, content, message):
+    """Also compressed, under the name of a compressed file, at an address, and beside an index."""
+    for name, stored in (
+        (f"a{suffix}", content),
+        (f"b{suffix}.gz", content),
+        (f"c{suffix}.gz", gzip.compress(content)),
+    ):
+        (tmp_path / name).write_bytes(stored)
+        MemoryFileSystem().pipe(f"/stored/{name}", stored)
+        for base in (tmp_path, "memory://stored") if suffix != text.SHARD or name[0] == "a" else ():
+            arguments = parse_args(f"--seq_len 8 --eval_every 0 --data {base}/{name}".split())
+            assert re.search(f"{name}: a.*{message}", refused(open_checked, arguments)), (base, name)
+    MemoryFileSystem().rm("/stored", recursive=True)
+    if suffix == text.SHARD:
+        entry = {"tokens": 50, "sha256": ""}
+        assert re.search(message, refused(find_shard, str(tmp_path / "a.bin"), len(content), recorded=entry))
+
+
+def test_a_path_that_exists_is_no_pattern(tmp_path):
+    (tmp_path / "d*[1]").mkdir()
+    (tmp_path / "d11").mkdir()
+    for name in ("a*1.txt", "ab1.txt", "b*[2].txt", "c?.txt", "cd.txt", "d*[1]/e*.txt", "d*[1]/ef.txt", "d11/g.txt"):
+        (tmp_path / name).write_text(name)
+        MemoryFileSystem().pipe(f"/{name}", name.encode())
+    for spec, found in (
+        ("a*1.txt", "a*1.txt"), ("b*[2].txt", "b*[2].txt"), ("c?.txt", "c?.txt"), ("d*[1]/e*.txt", "d*[1]/e*.txt"),
+        ("[ab]*.txt", "a*1.txt ab1.txt b*[2].txt"), ("d*[1]", "d*[1]/e*.txt d*[1]/ef.txt"),
+        ("d*[1]/*", "d*[1]/e*.txt d*[1]/ef.txt"),
+    ):  # fmt: skip
+        names = [str(Path(file.name).relative_to(tmp_path)) for file in find_files(f"{tmp_path}/{spec}", "")]
+        assert names == found.split()
+    assert [file.name for file in find_files("memory://a*1.txt", "")] == ["memory:///a*1.txt"]
+    MemoryFileSystem().store.clear()
 
 
 def test_piped_text_is_a_document(tmp_path, monkeypatch):
@@ -474,3 +541,59 @@ def test_a_text_field_that_was_named_counts_first(field, name, kind):
     words = ["--text_field", field] if field else []
     tokens, found, _ = Encoder.of(parse_args(words))(TextRow({name: "x", "prompt": "Why?", "completion": "So."}))
     assert found == kind and (tokens == [256, *b"x"]) == (kind == "text")
+
+
+@pytest.mark.parametrize("stream", ["off", "on"])
+def test_each_entry_has_its_text_field(tmp_path, stream):
+    """By its path or its last part. Fields are part of the key of cached text, as they are used."""
+    (tmp_path / "talks").mkdir()
+    for name, field in (("a.jsonl", "body"), ("talks/b.jsonl", "content"), ("c.jsonl", "note"), ("v.jsonl", "text")):
+        (tmp_path / name).write_bytes(jsonl([f"only {field} "] * 40, field))
+    words = (
+        "--data {0}/a.jsonl {0}/talks {0}/c.jsonl --val_data {0}/v.jsonl --text_field note talks=content a.jsonl=body"
+    )
+    words += " {0}/v.jsonl=text --seq_len 40 --micro_batch 30 --stream " + stream + " --lanes 3" * (stream == "on")
+    loader = data.make_loader(parse_args(words.format(tmp_path).split()))
+    seen = bytes(t for t in next(iter(loader))[0].tokens.flatten().tolist() if t < 256)
+    assert all(field in seen for field in (b"only body", b"only content", b"only note")) and b"only text" not in seen
+    for wrong in ("b.jsonl=body", "a.jsonl=", "x y", "a.jsonl=x a.jsonl=y"):
+        assert "--text_field" in refused(
+            parse_args, ["--data", str(tmp_path / "a.jsonl"), "--text_field", *wrong.split()]
+        )
+
+
+def test_the_key_of_a_cache_has_the_field_that_is_used(tmp_path):
+    keys = []
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(jsonl(ROWS, "body"))
+    for field in ("body", "a.jsonl=body", "a.jsonl=body id", "a.jsonl=id b.jsonl=body", "a.jsonl=body b.jsonl=body"):
+        entries = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+        config = parse_args(["--data", *entries, "--text_field", *field.split()])
+        files = [file for entry in entries for file in text.find_entry(entry, "", config)]
+        keys.append(text.key_of(files, Encoder.of(config)))
+    files = [file for entry in entries for file in find_files(entry, "")]
+    assert keys[0] == keys[4] == text.key_of(files, Encoder("bytes", "body")) and len({*keys}) == 4
+
+
+def test_the_first_touch_of_an_address_is_repeated(tmp_path, monkeypatch):
+    """The listing, the look for conversations, and downloads, like every later row."""
+    monkeypatch.setattr("lib.files.WAITS", (0, 0))
+    MemoryFileSystem().pipe("/cut/a.jsonl", jsonl(ROWS))
+    MemoryFileSystem().pipe("/cut/b.jsonl", (chat(TALK) + b"\n") * 30)
+    for name in ("a", "b"):
+        for method in ("info", "open", "get_file"):
+            works, failures = getattr(MemoryFileSystem, method), [1, 1]
+
+            def cut(self, *args, works=works, failures=failures, **kwargs):
+                if failures:
+                    failures.pop()
+                    raise ConnectionResetError("cut")
+                return works(self, *args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(MemoryFileSystem, method, cut)
+                words = f"--seq_len 64 --lanes 1 --eval_every 0 --micro_batch 1 --data memory://cut/{name}.jsonl"
+                config = parse_args([*words.split(), "--cache", str(tmp_path / method)])
+                next(iter(data.make_loader(config)))
+            assert not failures or (name, method) == ("a", "get_file")
+    MemoryFileSystem().rm("/cut", recursive=True)

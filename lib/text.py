@@ -9,8 +9,8 @@ trained on.
 `prepare` writes a folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic
 20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (sources, tokenizer, hashes).
 Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold the rows in their order, for any number
-of processes. While `prepare` runs, it adds a line to progress.jsonl at its start and for each pair of shards: their
-hashes, and the position after them, where an interrupted call resumes.
+of processes. Until `prepare` has done all, index.json also has the position after the finished shards, where an
+interrupted call resumes. index.json counts the rows that were left out, with the reasons, and every run reports them.
 
 Every format can be read from every address of lib/stores.py. config.py imports this module, so it imports numpy only in
 functions, and torch never."""
@@ -43,7 +43,17 @@ from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
 from lib.errors import Parser, UserError, nearest, printable, within
-from lib.files import make_folder, read_ahead, read_json, read_object, retry, write_whole
+from lib.files import (
+    SUBSTITUTES,
+    describe_content,
+    make_folder,
+    may_pass,
+    read_ahead,
+    read_json,
+    read_object,
+    retry,
+    write_whole,
+)
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
@@ -69,14 +79,15 @@ MAGICS = {  # of llm.c's headers -> version, bytes per token, token before a doc
     20240520: (1, 2, 50256),  # GPT-2
     20240801: (7, 4, 128000),  # Llama 3
 }
-INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
-CHANGING = "key", "kind", "skipped", "position"  # the fields of the index that a line of progress repeats
+INDEX, SHARD = "index.json", ".bin"
+REASONS = 5  # different reasons for leaving out rows that are kept for each file
 SHARD_TOKENS = 100_000_000
 NEEDED = "--data", "--tokenizer", "--out"  # flags of `prepare` that have no default
 OPTIONAL = "--text_field", "--chat_fields", "--skip_bad", "--model", "--weights"  # and others that it reads
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
+warn_once = functools.cache(log.warning)  # each message once in a process
 
 
 # ---- entries of --data
@@ -92,7 +103,7 @@ def name_of(spec: str) -> str:
     """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
     path = Path(bare(split_weight(spec)[0]).removesuffix(".gz"))
     name = path.stem if path.suffix in (*SUFFIXES, SHARD) else path.name
-    return f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name
+    return f"{path.parent.name}-{name}" if glob.has_magic(path.name) and not path.exists() else name
 
 
 def knows_text(config) -> bool:
@@ -110,14 +121,40 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     return spec, None
 
 
+def text_fields(words: tuple[str, ...], entries: tuple[str, ...]) -> dict[str, str]:
+    """--text_field: NAME=FIELD names the field of an entry of --data by its path or its last part, FIELD that of the
+    others -> {name, or empty: field}"""
+    fields, known = {}, {""}
+    for path, _ in map(split_weight, entries):
+        known |= {path, os.path.basename(bare(path).rstrip("/"))}
+    for word in words:
+        name, _, field = word.rpartition("=")
+        if name not in known or name in fields or not field:
+            raise UserError(f"--text_field {word}: expected FIELD, or NAME=FIELD for one of {', '.join(entries)}, once")
+        fields[name] = field
+    return fields
+
+
+def find_entry(spec: str, flag: str, config) -> list["TextFile"]:
+    """find_files, with the text field of each file."""
+    path, _ = split_weight(spec)
+    fields = text_fields(config.text_field, config.data + config.val_data)
+    field = fields.get(path) or fields.get(os.path.basename(bare(path).rstrip("/")), "")
+    return [file._replace(text_field=field) for file in find_files(path, flag)]
+
+
 def find_files(spec: str, flag: str) -> list["TextFile"]:
     """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
     shards or, if it has none, for its files of text, without a README.md that describes files of other formats."""
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, os.urandom(16).hex())]
     spec = spec.removeprefix("file://")
-    with store_errors(spec):
-        store, entries = list_files(spec, flag)
+
+    def ask():
+        with store_errors(spec):
+            return list_files(spec, flag)
+
+    store, entries = retry(ask)
     files = [
         TextFile(entry["name"], entry["size"] or 0, version_of(entry), store)
         for entry in entries
@@ -128,6 +165,11 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     if any(file.kind != ".md" for file in texts):
         texts = [file for file in texts if os.path.basename(file.name) != "README.md"]
     if shards or texts:
+        known = (SHARD, *SUFFIXES)
+        unknown = [f.kind for f in files if f.kind not in known and not os.path.basename(f.name).startswith(".")]
+        if unknown:
+            kinds = ", ".join(sorted({kind or "no suffix" for kind in unknown})[:REASONS])
+            warn_once(f"{flag} {spec}: {len(unknown)} files of unknown kind left out ({kinds})")
         return shards or texts
     path, hint = Path(spec).expanduser().absolute(), ""
     if not entries and path.is_dir():
@@ -145,25 +187,31 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
 def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
     """The local copies of files. Files of one remote folder are downloaded into one folder of the cache, with the
     index.json of token shards. Several processes may call it at the same time."""
-    from filelock import FileLock
-
     local = []
     for parent, group in itertools.groupby(files, lambda file: os.path.dirname(bare(file.name))):
         group = [*group]
-        store, names, folder = group[0].store, [file.name for file in group], cache / f"files-{digest(group)}"
-        if not store:
+        if not group[0].store:
             local += group
             continue
-        with store_errors(parent), FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                index = f"{parent}/{INDEX}"
-                has_index = group[0].kind == SHARD and store.exists(index)
-                os.makedirs(f"{folder}.part", exist_ok=True)
-                for name in names + [index] * has_index:
-                    fetch(store, name, f"{folder}.part/{os.path.basename(bare(name))}")
-                os.replace(f"{folder}.part", folder)
-        local += [find_files(f"{folder}/{os.path.basename(bare(name))}", "--data")[0] for name in names]
+        folder = cache / f"files-{digest(group)}"
+        retry(functools.partial(_download, group, parent, folder))
+        for file in group:
+            (copy,) = find_files(f"{folder}/{os.path.basename(bare(file.name))}", "--data")
+            local.append(copy._replace(text_field=file.text_field))
     return local
+
+
+def _download(files, parent, folder):
+    from filelock import FileLock
+
+    with store_errors(parent), FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return
+        store, names, index = files[0].store, [file.name for file in files], f"{parent}/{INDEX}"
+        os.makedirs(f"{folder}.part", exist_ok=True)
+        for name in names + [index] * (files[0].kind == SHARD and store.exists(index)):
+            fetch(store, name, f"{folder}.part/{os.path.basename(bare(name))}")
+        os.replace(f"{folder}.part", folder)
 
 
 # ---- files
@@ -172,12 +220,13 @@ def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
 class TextFile(NamedTuple):
     """A file of text. name: a path, an address (on the hub: hf://datasets/ORG/NAME@COMMIT/PATH), STDIN or BUILTIN.
     size: in bytes, 0 if unknown. version: changes with the content, if the store tells. store: the fsspec file system
-    of an address."""
+    of an address. text_field: the field of --text_field for this file; empty: the encoder's."""
 
     name: str
     size: int
     version: str
     store: object = None
+    text_field: str = ""
 
     @property
     def kind(self) -> str:
@@ -197,7 +246,24 @@ class TextFile(NamedTuple):
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. Every val_every-th is held out (1: all, 0: none), or the end of a document.
-        UserError if the file is damaged."""
+        After an error that may pass, the file is opened again. UserError if it is damaged."""
+        rows = None
+
+        def take():
+            nonlocal rows
+            try:
+                rows = rows or self._rows(first, val_every)
+                return next(rows, None)
+            except Exception:
+                rows = None
+                raise
+
+        while row := retry(take, transient=lambda error: self.name != STDIN and may_pass(error)):
+            first = row.number
+            yield row
+
+    def _rows(self, first, val_every):
+        """The rows, until an error."""
         name, number, kind = self.name, 0, self.kind
         # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
         in_sequence = kind != ".parquet" and not (self.is_document and val_every)
@@ -208,6 +274,9 @@ class TextFile(NamedTuple):
                 raise UserError(f"{name} holds token ids, not text")
             stream = gzip.GzipFile(fileobj=raw) if bare(name).endswith(".gz") else raw
             try:
+                for file in (raw, stream):
+                    if content := describe_content(file.peek(512)[:512], SUBSTITUTES):
+                        raise UserError(content)
                 for row in read_rows(stream, kind, val_every):
                     number = row.number
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
@@ -244,8 +313,16 @@ class Encoder(NamedTuple):
 
     @classmethod
     def of(cls, config) -> "Encoder":
-        chat = config.model_config.chat_format
-        return cls(config.tokenizer, config.text_field, chat, config.chat_fields, config.skip_bad)
+        field = text_fields(config.text_field, config.data + config.val_data).get("", "")
+        return cls(config.tokenizer, field, config.model_config.chat_format, config.chat_fields, config.skip_bad)
+
+    def of_file(self, file: TextFile) -> "Encoder":
+        return self._replace(text_field=file.text_field or self.text_field)
+
+    def fields_of(self, files: list[TextFile]) -> str | list[str]:
+        """The text field of files, or a list if they have several."""
+        fields = [self.of_file(file).text_field for file in files]
+        return fields if len({*fields}) > 1 else fields[0]
 
     def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
         """-> (tokens, kind: text or chat, whose tokens carry TRAINED and BEGINS, changes and omissions in a
@@ -302,30 +379,48 @@ def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str
     return results
 
 
-def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, skipped=0, kind="") -> Iterator[tuple]:
-    """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
-    their order. The pool is up to `ahead` + 1 jobs ahead. UserError after more than skip_bad bad rows, including rows
-    of another kind than the first. At the end the log counts the notes on rows, with the first of each kind."""
-    counts, examples = Counter(), {}
-    submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
-    for (label, name, rows), future in read_ahead(submitted, ahead):
+def new_report(kind: str = "", skipped: int = 0) -> dict:
+    """What `encode` reports: the kind of all rows, the number of bad rows, {file: {reason: bad rows}}, and {note:
+    [rows, the first of them]}."""
+    return {"kind": kind, "skipped": skipped, "left_out": {}, "notes": {}}
+
+
+def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, report: dict) -> Iterator[tuple]:
+    """jobs: (label, file, rows of it). -> (label, row, tokens) of each good row, in their order. The pool is up to
+    `ahead` + 1 jobs ahead. report: from new_report; it includes the rows so far. UserError after more than skip_bad bad
+    rows, including rows of another kind than the first."""
+    submitted = ((job, pool.submit(encode_rows, encoder.of_file(job[1]), job[2])) for job in jobs)
+    for (label, file, rows), future in read_ahead(submitted, ahead):
         advance()
-        for row, (tokens, its_kind, notes) in zip(rows, future.result(), strict=True):
-            where = f"{name} {'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
-            kind = kind or its_kind
-            if its_kind == kind != "":
-                counts.update(dict(notes).keys())
-                for what, example in notes:
-                    examples.setdefault(what, f"{where}: {example[:80]!r}")
-                yield label, row, tokens, kind, skipped
+        for row, (tokens, kind, notes) in zip(rows, future.result(), strict=True):
+            where = f"{file.name} {'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
+            report["kind"] = report["kind"] or kind
+            if kind == report["kind"] != "":
+                for what, example in dict(reversed(notes)).items():  # each once, with its first example
+                    report["notes"].setdefault(what, [0, f"{where}: {example[:80]!r}"])[0] += 1
+                yield label, row, tokens
                 continue
-            problem = f"{where}: {MIXED if its_kind else tokens}"
-            skipped += 1
-            if skipped > encoder.skip_bad:
-                raise UserError(f"{problem} (bad row {skipped}; --skip_bad N skips up to N of them)")
-            log.warning(f"skipped: {printable(problem)}")
-    for what, example in examples.items():
-        log.warning(f"{counts[what]} rows: {what}, first in {printable(example)}")
+            reason = MIXED if kind else tokens
+            report["skipped"] += 1
+            if report["skipped"] > encoder.skip_bad:
+                count = report["skipped"]
+                raise UserError(f"{where}: {reason} (bad row {count}; --skip_bad N skips up to N of them)")
+            log.warning(f"skipped: {printable(f'{where}: {reason}')}")
+            reasons = report["left_out"].setdefault(file.name, {})
+            if reason not in reasons and len(reasons) >= REASONS:
+                reason = "other reasons"
+            reasons[reason] = reasons.get(reason, 0) + 1
+
+
+def tell_omissions(index: dict, folder: Path) -> None:
+    """Logs, once in a process, the rows that the index of a folder reports as left out, and the notes on others."""
+    for name, reasons in index.get("left_out", {}).items():
+        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        warn_once(printable(f"{name}: {sum(reasons.values())} bad rows left out: {listed}"))
+    if index.get("skipped") and "left_out" not in index:  # of version 0.3
+        warn_once(f"{folder}: {index['skipped']} bad rows were left out when it was prepared")
+    for what, (count, first) in index.get("notes", {}).items():
+        warn_once(printable(f"{count} rows: {what}, first in {first}"))
 
 
 def cores() -> int:
@@ -394,13 +489,15 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
     """-> (a shard, the id that its format puts before each document or None). size: of the file in bytes. recorded: its
     entry in index.json; without one, the header is read. UserError if they do not fit together."""
     content = size - HEADER
-    if recorded:
-        tokens = recorded["tokens"]
-        if content not in (2 * tokens, 4 * tokens):
-            raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: get it again")
-        return Shard(path, tokens, content // tokens, HEADER, recorded["sha256"]), None
+    if recorded and content in (2 * recorded["tokens"], 4 * recorded["tokens"]):
+        return Shard(path, recorded["tokens"], content // recorded["tokens"], HEADER, recorded["sha256"]), None
     with open(path, "rb", buffering=0) as file:
-        magic, version, tokens = struct.unpack("<3i", file.read(12)) if content >= 0 else (0, 0, 0)
+        head = file.read(512)
+    if substitute := describe_content(head, SUBSTITUTES):
+        raise UserError(f"{path}: {substitute}")
+    if recorded:
+        raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {recorded['tokens']}: get it again")
+    magic, version, tokens = struct.unpack("<3i", head[:12]) if content >= 0 else (0, 0, 0)
     if magic in MAGICS:
         expected, width, delimiter = MAGICS[magic]
         promised = tokens * width
@@ -421,12 +518,10 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
 
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
-    if (folder / INDEX).exists():
-        index = read_object(folder / INDEX)
-        return index if "fingerprint" in index else {}
-    if (folder / PROGRESS).exists():
+    index = read_object(folder / INDEX) if (folder / INDEX).exists() else {}
+    if "position" in index or (folder / "progress.jsonl").exists():  # version 0.3 had such a file until the end
         raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
-    return {}
+    return index if "fingerprint" in index else {}
 
 
 def prepare(
@@ -437,22 +532,32 @@ def prepare(
     skip_bad bad rows."""
     from filelock import FileLock
 
-    key = key_of(sources, encoder, shard_tokens, val_every)
-    if read_json(out / INDEX).get("key") != key:  # else no lock is needed: the folder may be read-only
+    key, index = key_of(sources, encoder, shard_tokens, val_every), read_json(out / INDEX)
+    if index.get("key") != key or "position" in index:  # else no lock is needed: the folder may be read-only
         make_folder(out, "--out")
         with FileLock(out / ".lock"):
-            try:
-                if read_json(out / INDEX).get("key") != key:  # another process may have prepared it
-                    index = _resume(sources, encoder, out, key)
+            index = _find_index(sources, encoder, out, key)
+            if "position" in index:
+                try:
                     _write_all(sources, encoder, out, index, shard_tokens, val_every)
-            finally:
-                if {*os.listdir(out)} <= {".lock", PROGRESS}:  # after an error
-                    shutil.rmtree(out)
-    return read_json(out / INDEX)
+                finally:
+                    if {*os.listdir(out)} <= {".lock", INDEX}:  # after an error
+                        shutil.rmtree(out)
+    tell_omissions(index, out)
+    return index
 
 
-def _resume(sources, encoder, out, key):
-    """A new index, or the unfinished index of an interrupted call with the same key."""
+def _find_index(sources, encoder, out, key):
+    """The index of another call with the same key, finished or interrupted; or a new one."""
+    index = read_json(out / INDEX)
+    if index.get("key") == key:
+        return index
+    others = {*os.listdir(out)} - {".lock"} - ({INDEX} if "key" in index else set())
+    if others:
+        raise UserError(
+            f"{out} holds {', '.join(sorted(others)[:3])}, made of other input, or with other flags or code: name"
+            " another folder, or empty it"
+        )
     tokenizer = load_tokenizer(encoder.tokenizer)
     index = {
         "key": key,
@@ -460,34 +565,21 @@ def _resume(sources, encoder, out, key):
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "delimiter": tokenizer.bos_id,
-        "kind": "",
         "sources": [source.name for source in sources],
         "files": {},
-        "skipped": 0,
-    }  # and "position" until all is done: the source and its row behind the last shard
-    progress, others = out / PROGRESS, sorted({*os.listdir(out)} - {".lock", INDEX, PROGRESS})
-    lines = progress.read_text().split("\n") if progress.exists() else []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # a kill may have cut a line
-            record = json.loads(line)
-            if record.get("key") == key:
-                index["files"] |= record.pop("files")
-                index |= record
-    if "position" in index:
-        return index
-    if others:
-        raise UserError(
-            f"{out} holds {', '.join(others[:3])}, made of other input, or with other flags or code: name another"
-            " folder, or empty it"
-        )
-    progress.unlink(missing_ok=True)
-    index["position"] = [0, 0]
-    _add_progress(out, index, {})
+        "position": [0, 0],  # until all is done: the source and its row behind the last shard
+        **new_report(),
+    }
+    _write_index(out, index)
     return index
 
 
+def _write_index(out, index):
+    retry(lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True), out / INDEX)
+
+
 def _write_all(sources, encoder, out, index, shard_tokens, val_every):
-    """Writes the shards behind the index's position, and then the index."""
+    """Writes the shards behind the index's position, and the index after each, or after each hundredth of many."""
     from tqdm import tqdm
 
     start, first = index["position"]
@@ -501,51 +593,38 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
         return sources[i].rows(first if i == start else 0, every)
 
     rest = tqdm(range(start, len(sources)), unit=" files", disable=None, leave=False)
-    jobs = ((i, sources[i].name, rows) for i in rest for rows in group_rows(read(i), BATCH))
-    tokens, counts = {"train": array("I"), "val": array("I")}, Counter(name.split("-")[0] for name in index["files"])
+    jobs = ((i, sources[i], rows) for i in rest for rows in group_rows(read(i), BATCH))
+    tokens, written = {"train": array("I"), "val": array("I")}, len(index["files"])
     processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
     with start_workers(processes) if processes else ThreadPoolExecutor(1) as pool:
-        encoded = encode(jobs, encoder, pool, 2 * processes, index["skipped"], index["kind"])
-        for i, row, ids, kind, skipped in encoded:
+        for i, row, ids in encode(jobs, encoder, pool, 2 * processes, index):
             tokens["val" if row.val else "train"] += ids
-            index |= {"kind": kind, "skipped": skipped, "position": [i, row.number]}
+            index["position"] = [i, row.number]
             if sum(map(len, tokens.values())) >= shard_tokens:
-                _write_shards(out, index, tokens, counts)
+                _write_shards(out, index, tokens)
+                if len(index["files"]) > 1.01 * written:
+                    _write_index(out, index)
+                    written = len(index["files"])
     train, val = tokens.values()
-    if val_every and train and not val and not counts["val"] and 0 < len(ids) < len(train):
+    if val_every and train and not val and "val-00000.bin" not in index["files"] and 0 < len(ids) < len(train):
         val += ids  # too few for val_every: the last document or conversation
         del train[-len(ids) :]
     if not train and not val and not index["files"]:
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
-    _write_shards(out, index, tokens, counts)
+    _write_shards(out, index, tokens)
     del index["position"]
-    retry(lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True), out / INDEX)
-    (out / PROGRESS).unlink()
+    _write_index(out, index)
 
 
-def _write_shards(out, index, tokens, counts):
-    """Writes the tokens of each split as its next shard, then a line of progress. counts: the shards of each split."""
-    files = {}
+def _write_shards(out, index, tokens):
+    """Writes the tokens of each split as its next shard."""
+    counts = Counter(name.split("-")[0] for name in index["files"])
     for split, ids in tokens.items():
         if ids:
             name = f"{split}-{counts[split]:05}{SHARD}"
             sha256 = write_shard(out / name, ids, index["vocab_size"] if index["kind"] == "text" else 2**32)
-            files[name] = {"tokens": len(ids), "sha256": sha256}
-            counts[split] += 1
+            index["files"][name] = {"tokens": len(ids), "sha256": sha256}
             del ids[:]
-    index["files"] |= files
-    _add_progress(out, index, files)
-
-
-def _add_progress(out, index, files):
-    """Adds a line to progress.jsonl. files: written since the line before it."""
-    line = "\n" + json.dumps({name: index[name] for name in CHANGING} | {"files": files})
-
-    def add():
-        with open(out / PROGRESS, "a") as file:
-            file.write(line)
-
-    retry(add, out / PROGRESS)
 
 
 def digest(files: list[TextFile], *made_with) -> str:
@@ -557,7 +636,8 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on. skip_bad is not part of it: more bad rows than it allows end
     the call, and an interrupted call may continue with a larger one."""
     code = [Path(__file__).parent.joinpath(name).read_text("utf-8") for name in CODE]
-    tokenizer, fields = load_tokenizer(encoder.tokenizer), [encoder.text_field, encoder.chat, encoder.chat_fields]
+    tokenizer = load_tokenizer(encoder.tokenizer)
+    fields = [encoder.fields_of(sources), encoder.chat, encoder.chat_fields]
     return digest(sources, fields, tokenizer.fingerprint, tokenizer.templates, options, code)
 
 
@@ -624,7 +704,7 @@ def main(argv: list[str], parse_args: Callable) -> None:
         raise UserError(f"prepare needs {', '.join(missing)}")
     if unread := given.difference(NEEDED, OPTIONAL):
         raise UserError(f"prepare has no use for {', '.join(sorted(unread))}")
-    sources, out = [file for spec in config.data for file in find_files(spec, "--data")], Path(config.out)
+    sources, out = [file for spec in config.data for file in find_entry(spec, "--data", config)], Path(config.out)
     files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
     print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
     print(f"Use it: --data {out} --tokenizer {config.tokenizer}")
