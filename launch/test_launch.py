@@ -299,32 +299,26 @@ DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver
 
 
 @pytest.mark.parametrize("torch, smi, reports, error", [
-    ("", "exit 1", "cannot get torch==2.13.0+cpu from https://", "Installing the requirements failed, see above"),
-    ("", DRIVER.format("12.4"), "for CUDA 12", "pip cannot get torch==2.13.0+cu126 from https://"),
-    ("", DRIVER.format("11.8"), "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
+    ("", "exit 1", "/cpu torch==2.13.0+cpu\n", "Installing the requirements failed, see above"),
+    ("", DRIVER.format("12.4"), "/cu126 torch==2.13.0+cu126\n", "Torch for CUDA 12 cannot be installed"),
     ("", DRIVER.format("13.0"), "check torch==2.13.0 numpy", "Installing the requirements failed"),
-    ("2.10.1", "exit 1", "has torch 2.10.1; supported: 2.11 to 2.15\n", "Installing the requirements failed"),
+    ("2.10.1", "exit 1", "/cpu torch==2.13.0+cpu\n", "Installing the requirements failed"),
     ("2.11.0", "exit 1", "check torch==2.11.0 numpy", "Installing the requirements failed"),
-    ("2.15.0", DRIVER.format("13.0"), "check torch==2.15.0 numpy", "Installing the requirements failed"),
-    ("2.15.0", DRIVER.format("12.4"), "2.11 to 2.15, CUDA 12 or older\n", "cannot get torch==2.13.0+cu126"),
-    ("2.16.0", DRIVER.format("13.0"), "2.11 to 2.15, CUDA 13 or older\n", "Installing the requirements failed"),
+    ("2.15.0a0+git1", DRIVER.format("13.0"), "check torch==2.15.0a0+git1 numpy", "Installing the requirements failed"),
+    ("2.16.0", DRIVER.format("13.0"), "check torch==2.13.0 numpy", "Installing the requirements failed"),
 ])  # fmt: skip
-def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, torch, smi, reports, error):
-    """torch: the version that python3 has, for CUDA 13; empty: none."""
+def test_torch_is_chosen_by_the_driver_or_python3_has_it(checkout, torch, smi, reports, error):
+    """torch: the version that python3 has; empty: none."""
     if torch:
         info = checkout.short / "packages" / f"torch-{torch}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Name: torch\nVersion: {torch}\n")
-        (info.parent / "torch.py").write_text(f"__version__ = '{torch}'\nclass version: cuda = '13.0'\n")
         checkout.environment["PYTHONPATH"] = str(info.parent)
     shutil.rmtree(checkout.folder / ".venv")
     checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable, version=PYTHON))
     checkout.script(checkout.short / "bin" / "nvidia-smi", smi)
     status, out, err = checkout.launch()
     assert status == 2 and reports in out and error in err
-    assert ("with CUDA, some GB" in out) == (smi == "exit 1" and torch != "2.11.0")
-    assert ("NVIDIA driver is for CUDA" in out) == ("12.4" in smi or "11.8" in smi)
-    assert (checkout.folder / ".venv/flatland-incomplete").exists()
     inherits = any((checkout.folder / ".venv").rglob("outer-environment.pth"))
     assert inherits == (reports == f"check torch=={torch} numpy")
 
