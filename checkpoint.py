@@ -33,7 +33,7 @@ from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 
-from lib.errors import Parser, UserError, check_words, prepare_python, run_script
+from lib.errors import Failure, Parser, UserError, check_words, prepare_python, run_script
 from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, retry, write_whole
 
 # ---- the command line, parsed before torch is imported, which takes seconds
@@ -65,11 +65,11 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from config import LANES, Config, fields_that_resume
 from data import Loader, merge_positions
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
-from lib.guards import compare_replicas
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
@@ -134,6 +134,24 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
     free_gathered(model)
     model.train()
     return loss
+
+
+def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:
+    """Raises Failure on all ranks if copies of the parameters differ in a bit. All ranks must call."""
+    if mesh is None or mesh["replicate"].size() == 1:
+        return
+    tensors = [local(p.detach()) for p in (*model.parameters(), *model.buffers())]
+    bits = hash(tuple(torch.hash_tensor(tensor).item() for tensor in tensors if tensor.numel()))
+    copies = {}  # shard -> hash of its bits -> the ranks that hold them
+    for shard, value, name in gather((mesh.get_coordinate()[1], bits, ranks.name), ranks):
+        copies.setdefault(shard, {}).setdefault(value, []).append(name)
+    differing = [names for holders in copies.values() if len(holders) > 1 for names in holders.values()]
+    if differing:
+        listed = " | ".join(map(", ".join, sorted(differing, key=len)))
+        raise Failure(
+            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. The"
+            " hardware may be faulty; the same command resumes from the newest checkpoint, in which they were equal"
+        )
 
 
 class Saver:

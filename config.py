@@ -181,7 +181,6 @@ class Config:
     on_nonfinite: str = may_change_on_resume(
         "stop", "stop the run or skip the update if its loss or gradient norm is not finite", ("stop", "skip")
     )
-    replicas_every: int = may_change_on_resume(100, "steps between comparisons of replicas; 0 = at saves only")
     deterministic: bool = may_change_on_resume(False, "only kernels that repeat their bits; slower on GPUs")
     sample_every: int = may_change_on_resume(0, "steps between text samples; 0 = never")
     prompt: str = may_change_on_resume("", "start of samples")

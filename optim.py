@@ -3,8 +3,8 @@
 
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
 count over the ranks. From these sums, train.py's `train_step` computes the mean, the norm and the clip factor, and
-tests whether they are finite; `Gradients.decide_skip` decides whether the update is skipped. All of this stays on the
-device of the gradients.
+tests whether they are finite, which decides whether the update is skipped. All of this stays on the device of the
+gradients; the host reads the decision one step later, in `Gradients.check`.
 
 An `Optimizer` updates parameters and state of any dtypes: its rule computes in fp32, on flat chunks of the parameters,
 compiled to one pass over memory unless --compile is none. If parameters and moments are fp32, AdamW calls torch's fused
@@ -18,64 +18,46 @@ with the probability that keeps the mean (arXiv 2010.06192). The random bits are
 position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
 
 import hashlib
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw as torch_adamw
 
+from config import Config
 from lib import torch_private
+from lib.errors import Failure
 from lib.parts import is_sharded, local, local_start
+from lib.ranks import Ranks, gather
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: eager temporaries fit in a cache; compiled indices in 32 bits
+SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 STOCHASTIC = ("exp_avg_sq",)  # state that is rounded stochastically; other state changes fast enough for bf16
-
-
-class Settings(Protocol):
-    """The fields of config.Config that the optimizers read. This file does not import Config."""
-
-    optimizer: str
-    dtype: str
-    state_dtype: str
-    compile: str
-    seed: int
-    lr: float
-    min_lr: float
-    embed_lr: float
-    warmup: int  # steps
-    steps: int
-    schedule: str
-    decay_steps: float  # below 1: a share of the steps
-    weight_decay: float
-    beta1: float
-    beta2: float
+logger = logging.getLogger("flatland")
 
 
 class Gradients:
-    """This rank's shards of the gradients of a step: sums over the trained tokens of all ranks. The host waits for
-    nothing here, unless the gradients are offloaded to it."""
+    """This rank's shards of the gradients of a step: sums over the trained tokens of all ranks. Also counts the steps
+    whose update is skipped, because their loss or norm is not finite. The host waits only for the step before, unless
+    the gradients are offloaded to it."""
 
-    def __init__(
-        self,
-        parameters: list[Tensor],
-        clip: float = 0.0,
-        group: dist.ProcessGroup | None = None,
-        replicas: int = 1,
-        limit: int = 1,
-    ):
-        """clip: largest norm; 0 = no clipping. group: all ranks, on the gradients' device; None: one process.
-        replicas: copies of each parameter among the ranks. limit: after this number of skipped updates in a row, all
-        later updates are skipped."""
-        self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
-        self.device = local(parameters[0]).device  # the host, if they are offloaded
-        self.skipped_in_row = torch.zeros((), device=self.device)
-        self.local_loss = torch.zeros((), device=self.device)  # of the last step, for GradientGuard's reports
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None):
+        self.parameters = [*trainable_parameters(model).values()]
+        self.config, self.ranks = config, ranks
+        self.group = None
+        if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
+            self.group = ranks.control if config.offload == "cpu" else dist.group.WORLD
+        self.replicas = 1 if mesh is None else mesh["replicate"].size()  # copies of each parameter among the ranks
+        self.device = local(self.parameters[0]).device  # the host, if they are offloaded
+        self.local_loss = self.skip = torch.zeros((), device=self.device)  # of the last step; skip: 1.0 = no update
+        self.pending, self.skipped_in_row = [], 0  # steps whose skip is on its way to the host; the host's count
 
     def squared_norm(self) -> Tensor:
         """The sum of the squares of this rank's shards of the gradients."""
@@ -96,13 +78,39 @@ class Gradients:
             dist.all_reduce(sums, group=self.group)
         return sums.unbind()
 
-    def decide_skip(self, bad: Tensor) -> Tensor:
-        """bad: whether this step's loss or norm is not finite -> 1.0 if its update must be skipped, else 0.0, equal on
-        all ranks. After `limit` skipped updates in a row all later ones are skipped, too: the host reads the count
-        one step late, and ends the run with the state of the last good step."""
-        skips = bad | (self.skipped_in_row >= self.limit)
-        self.skipped_in_row = (self.skipped_in_row + 1) * skips
-        return skips.float()
+    def check(self, step: int, wait: bool = False) -> None:
+        """Waits for the step before and reads whether its update was skipped; with `wait`, also for this step. Raises
+        Failure after a skipped update; with --on_nonfinite skip, warns, and raises it after SKIPS in a row. Call it
+        once a step; the outcome is the same on all ranks."""
+        flags = torch.stack((self.skip, self.local_loss)).to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.get_device_module(self.device).Event()
+        copied.record()
+        self.pending.append((step, flags, copied))
+        while len(self.pending) > (0 if wait else 1):
+            step_read, flags, copied = self.pending.pop(0)
+            copied.synchronize()
+            skipped, local_loss = flags.tolist()
+            self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+            if skipped:
+                self._warn_or_stop(step_read, local_loss)
+
+    def _warn_or_stop(self, step: int, local_loss: float) -> None:
+        losses = gather((self.ranks.name, local_loss), self.ranks)
+        bad = [row for row in losses if not math.isfinite(row[1])]
+        what = f"{'the loss' if bad else 'the gradient norm'} is not finite"
+        if not any(loss for _, loss in losses):
+            what = "no token of any rank is trained on"
+        listed = "; ".join(f"{rank}: {loss}" for rank, loss in (bad or losses)[:8])
+        message = (
+            f"Step {step}: {what}. Losses, summed over the tokens of a rank: {listed}. Skipped updates in a row:"
+            f" {self.skipped_in_row}. `python data.py show --run {self.config.out} --step {step}` prints the rows."
+        )
+        if self.config.on_nonfinite == "skip" and self.skipped_in_row < SKIPS:
+            return logger.warning(f"{message} {SKIPS} in a row end the run")
+        raise Failure(
+            f"{message} A smaller --lr (--resume_override lr), a longer --warmup_steps or --dtype fp32 usually helps;"
+            " --on_nonfinite skip skips single steps"
+        )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -110,7 +118,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
+def make_optimizer(model: nn.Module, config: Config) -> "Optimizer":
     """AdamW, or, with --optimizer muon, Muon for the blocks' matrices and AdamW for the rest. --embed_lr sets
     the learning rate of embeddings. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     by_muon = matrices(model) if config.optimizer == "muon" else {}
@@ -141,7 +149,7 @@ class Optimizer:
 
     state_names: tuple[str, ...]  # of the tensors that the rule keeps for each parameter
 
-    def __init__(self, groups: list[dict], config: Settings):
+    def __init__(self, groups: list[dict], config: Config):
         """groups: params, weight_decay and, if it is not 1, the scale of the learning rate."""
         self.param_groups, self.config, self.compiled = groups, config, config.compile != "none"
         self.beta1, self.beta2, self.state_dtype = config.beta1, config.beta2, DTYPES[config.state_dtype]
@@ -307,7 +315,7 @@ def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
-def learning_rate(config: Settings, step: int) -> float:
+def learning_rate(config: Config, step: int) -> float:
     """The rate of a step, counted from 1; a pure function, so that a resumed run needs no scheduler state."""
     warmup, steps, done = config.warmup, config.steps, step - 1
     if done < warmup:
@@ -375,7 +383,7 @@ class Muon(AdamW):
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
     the same bits on any mesh. Experts that are sharded by expert stay where they are."""
 
-    def __init__(self, heights: dict[nn.Parameter, tuple[int, ...]], groups: list[dict], config: Settings):
+    def __init__(self, heights: dict[nn.Parameter, tuple[int, ...]], groups: list[dict], config: Config):
         """heights: see `matrices`. groups: the other parameters."""
         super().__init__(groups, config)
         self.heights, self.dtype = heights, DTYPES[config.dtype]

@@ -320,7 +320,8 @@ def fill_parameters(
     from it. Weights in NF4, which every rank holds, are quantized. All ranks must call."""
     named = [(name, p) for name, p in model.named_parameters() if not (only_frozen and p.requires_grad)]
     sends = load == "rank0" and ranks.world_size > 1
-    fill_tensors(named, read, ranks if sends else None)
+    if named:
+        fill_tensors(named, read, ranks if sends else None)
     for name, layer in nf4.layers(model).items():
         quantize = partial(_quantize, layer, f"{name}.weight", read)
         if not sends:

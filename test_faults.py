@@ -4,7 +4,6 @@ oracle is the state that was saved, and the run to which nothing happened."""
 import contextlib
 import errno
 import itertools
-import json
 import os
 import platform
 import random
@@ -185,8 +184,8 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
         break_losses(m, {6})
         output = run_here(tmp_path / "run", *flags, status=1)
     assert "Step 6: the loss is not finite" in output
-    row = rf"  rank 0 on {platform.node()}, with the loss inf: \S+/numbers-\w+/train-00000\.bin at token \d+: '"
-    assert len(re.findall(row + ".{9}", output)) == 2, output
+    assert f"rank 0 on {platform.node()}: inf. " in output
+    assert f"`python data.py show --run {tmp_path / 'run'} --step 6` prints the rows" in output
     assert_ended(tmp_path / "run", "failed", "Step 6:")
     assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [3]
     run_here(tmp_path / "run", *flags)
@@ -210,38 +209,32 @@ def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_
     with monkeypatch.context() as m:
         break_losses(m, left_out, float("nan"))
         output = run_here(tmp_path / "run", *flags)
-    assert output.count("Its update is skipped") == 4
-    assert "2 in a row" in output
-    assert "with the loss nan: " in output
+    assert [output.count(f"Skipped updates in a row: {n}. ") for n in (1, 2, 3)] == [3, 1, 0]
     got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert got == [(step, None if step in left_out else loss) for step, loss in want]
     assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
-    with monkeypatch.context() as m:  # every second step is counted anew, the eleventh is never taken
+    with monkeypatch.context() as m:  # every second step is counted anew
         break_losses(m, {*range(1, 6, 2), *range(7, 17)})
         output = run_here(tmp_path / "many", *flags[:4], "--save_every", 3, status=1)
-    assert re.search("Step 16: (.|\n)*in a row: 10", output)
+    assert re.search("Step 16: .*in a row: 10", output)
     found = checkpoint.Checkpoint(checkpoint.step_folder(tmp_path / "many", 15))
     assert found.read("step.norm.weight", ()) == 3
     assert found.manifest["position"]["samples"] == 30
 
 
-NEAR = r"with the loss inf: \S+/{}-\w+/train-00000\.bin at token \d+: '"
-
-
-@pytest.mark.parametrize("data, named", [
-    (["{text}:1", "{text}:2"], NEAR.format("numbers") + ".{9,}'\n"),  # has losses by source, too
-    (["{text}", "--stream", "--lanes", 1], r"numbers.txt near row \d+ \(lane 0, epoch 0\)"),
-    (["{chats}", "--seq_len", 64], NEAR.format("chats") + ".*one.*two"),
-], ids=["mixture", "stream", "chats"])  # fmt: skip
-def test_the_rows_of_a_bad_step_are_named_and_skipped(tmp_path, run_here, monkeypatch, text, data, named):
-    chats = tmp_path / "chats.jsonl"
-    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    chats.write_text((json.dumps({"messages": talk}) + "\n") * 20)
-    data = [str(word).format(text=text, chats=chats) for word in data]
-    break_losses(monkeypatch, {2})
-    output = run_here(tmp_path / "run", "--steps", 4, "--on_nonfinite", "skip", "--data", *data)
-    assert re.search(named, output), output
-    assert [loss is None for _, loss in losses(tmp_path / "run")] == [False, True, False, False]
+@pytest.mark.parametrize("flag, owner, work", [
+    ("--log_every", train.Log, "step"), ("--eval_every", train, "evaluate"), ("--sample_every", train, "write_samples"),
+    ("--save_every", checkpoint.Saver, "save"),
+])  # fmt: skip
+def test_nothing_of_the_step_after_a_bad_one_is_kept(tmp_path, run_here, monkeypatch, flag, owner, work):
+    """Its update may be applied before the host reads the flag of the step before."""
+    original, steps = getattr(owner, work), []
+    monkeypatch.setattr(owner, work, lambda *a: (steps.append(a), original(*a))[1])
+    break_losses(monkeypatch, {5})
+    every = {name: 0 for name in ("--eval_every", "--sample_every", "--save_every")} | {"--log_every": 99, flag: 6}
+    output = run_here(tmp_path / "run", "--steps", 9, *itertools.chain.from_iterable(every.items()), status=1)
+    assert "Step 5: the loss is not finite" in output
+    assert len(steps) == (flag == "--log_every")  # step 1 is always recorded
 
 
 # ---- a checkpoint that proves itself
@@ -455,16 +448,16 @@ at_step(6, flip)
 """
 
 
-FLIPS = [(3, 1, 4, 8), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(2, 1, 4, 8), (2, 1, 0, 10), (4, 2, 4, 8)])]
+FLIPS = [(3, 1), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(2, 1), (4, 2)])]
 
 
-@pytest.mark.parametrize(("ranks", "size", "every", "step"), FLIPS)
-def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, size, every, step):
-    """Within --replicas_every steps, and before each save; of three the one is named, of two both are."""
-    flags = ["--steps", 30, "--shard_size", size, "--save_every", 5, "--keep", 9, "--replicas_every", every]
+@pytest.mark.parametrize(("ranks", "size"), FLIPS)
+def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, size):
+    """Of three the one is named, of two both are."""
+    flags = ["--steps", 30, "--shard_size", size, "--save_every", 5, "--keep", 9]
     output = run_job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP, fails=True)
     named = {2: "rank 0 on {0} | rank 1 on {0}. ", 3: "rank 1 on {0} | rank 0 ", 4: "rank 1 on {0} | rank 3 on {0}. "}
-    assert output.count(f"error: After step {step} not all copies") == 1, output
+    assert output.count("error: After step 10 not all copies") == 1, output
     assert f"the odd ones out first: {named[ranks].format(platform.node())}" in output, output
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]
 

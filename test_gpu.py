@@ -33,10 +33,9 @@ from config import parse_args
 from data import Batch
 from lib.errors import Failure
 from lib.files import ROOT
-from lib.guards import GradientGuard
 from lib.ranks import ALONE, Ranks
 from model import IGNORE, cross_entropy, document_begins
-from optim import make_optimizer
+from optim import Gradients, make_optimizer
 from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, in_window, make_head, make_inputs, randn
 from test_shard import fill
 from test_train import values
@@ -82,7 +81,7 @@ def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
     config, model, grid = make_model(flags, mesh=mesh, compile="none")
     scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
-    gradients, batch = GradientGuard(model, config, Ranks(0, 1, CUDA), grid), make_batch(config)
+    gradients, batch = Gradients(model, config, Ranks(0, 1, CUDA), grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:
         loss, _, _ = train.train_step(model, optimizer, [batch, batch], 1e-3, gradients, scales, CUDA)

@@ -11,9 +11,11 @@ from torch import nn
 import optim
 import train
 from config import parse_args
+from lib.errors import Failure
 from lib.parts import local, shard_slices, sharding
+from lib.ranks import ALONE
 from model import Transformer
-from optim import CHUNK, AdamW, Optimizer, as_int32, learning_rate, make_optimizer, random_bits
+from optim import CHUNK, AdamW, Gradients, Optimizer, as_int32, learning_rate, make_optimizer, random_bits
 from test_shard import run_ranks, skip_plots
 from test_train import values
 
@@ -334,3 +336,40 @@ def test_muon_accumulates_and_trains_in_fp8(tmp_path, text, monkeypatch):
     whole, parts, in_fp8 = losses
     assert parts == pytest.approx(whole, rel=1e-5) and in_fp8 == pytest.approx(whole, rel=0.02)
     assert len(whole) == 6 and whole[-1] < 0.95 * whole[0]
+
+
+# ---- steps that are not finite
+
+
+def test_all_ranks_skip_the_same_update_and_stop_after_the_same_step():
+    """A gradient is infinite on one rank. The next update may be applied; then all ranks raise."""
+    code = """
+from config import parse_args
+from optim import Gradients, make_optimizer
+ranks, model, config = init_ranks(), torch.nn.Linear(4, 4), parse_args(["--clip", "1"])
+optimizer, gradients = make_optimizer(model, config), Gradients(model, config, ranks, None)
+for step in range(1, 6):
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    if step == 3 and ranks.rank == 1:
+        model.weight.grad[0, 0] = float("inf")
+    _, tokens, squared_norm = gradients.global_sums(torch.ones(()), 8)
+    gradients.skip = (~squared_norm.isfinite()).float()
+    optimizer.step(0.1, tokens, gradients.skip)
+    assert torch.equal(before, model.weight) == (step == 3)
+    try:
+        gradients.check(step)
+    except Failure as e:
+        assert step == 4 and "Step 3: the gradient norm" in str(e) and "; rank 1 on" in str(e), (step, e)
+        print("raised")
+        break
+assert all(s["step"].item() == 3 for s in optimizer.state.values())
+"""
+    assert run_ranks(2, code).count("raised") == 2
+
+
+def test_a_step_without_a_trained_token_is_named():
+    gradients = Gradients(nn.Linear(2, 2), parse_args([]), ALONE, None)
+    gradients.skip = torch.ones(())
+    with pytest.raises(Failure, match="Step 7: no token of any rank is trained on"):
+        gradients.check(7, wait=True)

@@ -39,10 +39,9 @@ from config import Config, check_values
 from data import Batch
 from lib import lora, machine
 from lib.errors import Parser, UserError, run_script
-from lib.guards import GradientGuard
 from lib.ranks import ALONE, Ranks, init_ranks, leave
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
-from optim import make_optimizer, trainable_parameters
+from optim import Gradients, make_optimizer, trainable_parameters
 from test_shard import fill, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
@@ -248,7 +247,7 @@ def whole_tensor(x: Tensor) -> Tensor:
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().float().cpu().clone()
 
 
-class Recorder(GradientGuard):
+class Recorder(Gradients):
     """Keeps the gradients per trained token, as whole tensors, before the update frees them."""
 
     def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

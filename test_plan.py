@@ -71,7 +71,7 @@ def test_peak_memory_of_steps_on_a_cpu():
 import ctypes, gc, json, train
 from config import parse_args
 from data import Batch
-from optim import make_optimizer
+from optim import Gradients, make_optimizer
 from types import SimpleNamespace
 
 torch.set_num_threads(2)
@@ -89,7 +89,7 @@ for words in json.loads(sys.argv[2]):
     for p in model.parameters():
         torch.nn.init.normal_(p, 0.0, 0.02)
     optimizer = make_optimizer(model, config)
-    gradients = guards.GradientGuard(model, config, ranks, None)
+    gradients = Gradients(model, config, ranks, None)
     for _ in range(2):
         train.train_step(model, optimizer, [batch], 1e-3, gradients, SimpleNamespace(refresh=int), ranks.device)
     print(test_shard.peak_rss() - before)

@@ -92,7 +92,7 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
 def run_ranks(n: int, code: str, *args: str) -> str:
     """Runs Python code on n gloo ranks, after a few imports -> what they print. Fails if one of them does."""
     imports = "import sys, torch, shard, test_shard; from dataclasses import replace\n"
-    imports += "from lib import guards, machine, ranks as rank_module, run as guard; from lib.parts import *\n"
+    imports += "from lib import machine, ranks as rank_module, run as guard; from lib.parts import *\n"
     imports += "from lib.errors import Failure; from lib.ranks import *\n"
     imports += "from model import MODELS, LossHead, Transformer, random_init\n"
     done = run_code(f"{imports}{code}\nleave(ALONE)", ["worker.py", str(ROOT), *args], n)

@@ -35,7 +35,6 @@ from attention import choose_backend
 from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
 from generate import write_samples
 from lib import lora, machine, progress, settle
-from lib.guards import GradientGuard
 from lib.ranks import Ranks, barrier, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from lib.run import Run
 from lib.weights import export_run
@@ -138,7 +137,7 @@ def train(run: Run) -> None:
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, read_weights, config, ranks)
-    gradients = GradientGuard(model, config, ranks, mesh, data.where)
+    gradients = Gradients(model, config, ranks, mesh)
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
@@ -213,9 +212,10 @@ def train_step(
     loss_sum, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
     loss = loss_sum / tokens  # the mean over the trained tokens; without any it is NaN, and the update is skipped
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
-    clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
-    skip = gradients.decide_skip(~(loss.isfinite() & grad_norm.isfinite()))
-    optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=skip)
+    clip = gradients.config.clip
+    clip_divisor = (grad_norm / clip).clamp(min=1.0) if clip else 1.0
+    gradients.skip = (~(loss.isfinite() & grad_norm.isfinite())).float()  # gradients.check reads it one step later
+    optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=gradients.skip)
     return loss, grad_norm, details
 
 
