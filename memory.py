@@ -7,6 +7,7 @@ FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors th
 import functools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from config import Config
 from lib import lora, torch_private
 from lib.machine import Gpu
 from model import Transformer
-from optim import DTYPES, STACK_ELEMENTS, make_optimizer, matrices
+from optim import DTYPES, STACK_ELEMENTS, matrices
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
@@ -69,33 +70,26 @@ def _tokens(config: Config) -> int:
 
 
 class _Live(torch_private.DispatchMode):
-    """Counts the bytes of existing tensors, now and at the peak since the last mark, and of all tensors ever made,
-    except `known` ones."""
+    """Counts the bytes of existing tensors, except `known` ones: at the peak of each moment of a step, and of all
+    tensors that were made."""
 
     def __init__(self, known: list[Tensor]):
         super().__init__()
-        self.peak = self.made = 0
         self.sizes = weakref.WeakKeyDictionary((tensor.untyped_storage(), 0) for tensor in known)
-        self.marks: list[tuple[int, int, int]] = []
+        self.begin()
 
-    @property
-    def now(self) -> int:
-        return sum(self.sizes.values())
+    def begin(self) -> None:
+        self.made, self.moment, self.peaks = 0, "until the loss", Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
-        if op is torch.ops.aten.logsumexp.default:  # its kernel holds the exponentials
-            self.peak = max(self.peak, self.now + args[0].nbytes)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.sizes:
                 self.sizes[storage] = storage.nbytes()
                 self.made += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        exponentials = args[0].nbytes if op is torch.ops.aten.logsumexp.default else 0  # its kernel holds them
+        self.peaks[self.moment] = max(self.peaks[self.moment], sum(self.sizes.values()) + exponentials)
         return out
-
-    def mark(self) -> None:
-        self.marks.append((self.now, self.made, self.peak))
-        self.peak = self.now
 
 
 class _Kernels(TorchFunctionMode):
@@ -128,26 +122,16 @@ def _first(x: Tensor, *_, **__) -> Tensor:
     return x
 
 
-def _even_parts(rows: int, sizes: Tensor) -> list[int]:
-    return [len(range(i, rows, len(sizes))) for i in range(len(sizes))]
-
-
-# On the meta device the model takes the branches for a GPU, and torch chooses unfused attention and norms. These
-# functions allocate as much as the real kernels: products are added in place, a GPU's norms are fused (as layer_norm is
-# here), and a CPU does not pad the head's weight.
-GPU_KERNELS = {
+# On the meta device torch chooses unfused attention and norms. These functions allocate as much as the kernels of a
+# GPU: its products are added in place, and its norms are fused (as layer_norm is here).
+KERNELS = {
     F.scaled_dot_product_attention: _attend,
     F.rms_norm: F.layer_norm,
     torch.addmm: _first,
 }
-CPU_KERNELS = {
-    F.scaled_dot_product_attention: _attend,
-    F.pad: _first,
-    torch.addmm: _first,
-}
 
 
-def _build(config: Config, cuda: bool, sharded: bool) -> Transformer:
+def _build(config: Config, wrapped: bool) -> Transformer:
     """The model as train.build makes it, on the meta device; neither compiled nor sharded."""
     dtype = DTYPES[config.dtype]
     with META:
@@ -156,27 +140,22 @@ def _build(config: Config, cuda: bool, sharded: bool) -> Transformer:
         fp8.convert(model, config, META)
     lora.convert(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
-    if sharded:
+    if wrapped:
         model.to(dtype)
-    even = functools.partial(_even_parts, _tokens(config) * model.config.top_k)
-    kernels = (GPU_KERNELS if cuda else CPU_KERNELS) | {Tensor.tolist: even}
+    rows = _tokens(config) * model.config.top_k  # of all experts
+    even_parts = {Tensor.tolist: lambda sizes: [len(range(i, rows, len(sizes))) for i in range(len(sizes))]}
     for module in (*model.layers, model.norm, model.lm_head):
-        module.forward = _with_kernels(module.forward, kernels)
+        module.forward = _with_kernels(module.forward, KERNELS | even_parts)
     if (size := config.context_parallel) > 1:
         shard.share_rows(model, SimpleNamespace(group_name="", rank=lambda: 0, size=lambda: size))
     mode = config.checkpointing
     if config.compile != "none":  # a compiler keeps products and attention, and computes the rest again
-        mode = {"none": "selective"}.get(mode, mode)
+        mode = "selective" if mode == "none" else mode
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
         for layer in nf4.layers(model).values():
-            layer.dequantize = _dequantize
+            layer.dequantize = lambda codes, *how: codes.new_empty(len(codes), 2 * codes.shape[1], dtype=how[2])
     shard.checkpoint_activations(model, mode)
     return model
-
-
-def _dequantize(codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, *_) -> Tensor:
-    """nf4.dequantize in one kernel."""
-    return codes.new_empty(len(codes), 2 * codes.shape[1], dtype=dtype)
 
 
 def _is_wrapped(config: Config, cluster: Cluster) -> bool:
@@ -188,55 +167,45 @@ def _is_wrapped(config: Config, cluster: Cluster) -> bool:
 def trace(config: Config, cluster: Cluster) -> list[int]:
     """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
     loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all tensors made.
-    Two blocks run. Each further block would add as much as the second."""
-    wrapped = _is_wrapped(config, cluster)
+    Memory changes evenly from block to block, so no block in between needs most, and two short models tell the rest."""
+    wrapped, n = _is_wrapped(config, cluster), config.model_config.n_layers
     passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
-    two, more = _trace_two_blocks(replace(config, n_layers=2, batch_tokens=0), cluster.cuda, wrapped, passes)
-    return [a + (config.model_config.n_layers - 2) * b for a, b in zip(two, more, strict=True)]
+    two, three = (_trace_blocks(replace(config, n_layers=blocks, batch_tokens=0), wrapped, passes) for blocks in (2, 3))
+    inputs = _kept_inputs(config)
+    kept = n * inputs, n * inputs, inputs, 0, 0
+    return [a + (n - 2) * (b - a) + extra for a, b, extra in zip(two, three, kept, strict=True)]
 
 
 @functools.lru_cache
-def _trace_two_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> tuple[list[int], list[int]]:
-    """-> (the five figures of `trace` for two blocks, those that each further block adds)"""
+def _trace_blocks(config: Config, wrapped: bool, passes: int) -> list[int]:
+    """The five figures of `trace` for a model of few blocks."""
     positions = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     tokens = positions.chunk(config.context_parallel, 1)[0]
     documents = (positions, positions[0, :64].int()) if config.documents == "separate" else ()
-    model = _build(config, cuda, wrapped)
+    model = _build(config, wrapped)
     live = _Live([tokens, *documents, *model.parameters(), *model.buffers()])
 
-    def mark_both_passes(unit, args) -> None:
-        """Marks the beginning of a unit's forward pass and the end of its backward pass, when the gradient of its input
-        exists."""
-        live.mark()
+    def end_backward(unit: int, _) -> None:
+        """The gradient of a unit's input exists."""
+        if wrapped:
+            model.zero_grad()  # FSDP2 takes the gradients of a unit together
+        live.moment = unit
 
-        def end(_) -> None:
-            if wrapped:
-                model.zero_grad()  # FSDP2 takes the gradients of a unit together
-            live.mark()
-
+    def watch(unit: int, _, args) -> None:
         if args[0].requires_grad:
-            args[0].register_hook(end)
+            args[0].register_hook(functools.partial(end_backward, unit))
 
-    for unit in (*model.layers, model.norm):
-        unit.register_forward_pre_hook(mark_both_passes)
+    for unit, module in enumerate((*model.layers, model.norm)):
+        module.register_forward_pre_hook(functools.partial(watch, unit))
     with live:
         fp8.WeightScales(model, model.dtype, None, passes > 1, False)
-        fp8_copies = live.now // 2
         for _ in range(passes):
-            live.marks.clear()
-            live.mark()
+            live.begin()
             loss = model(tokens, tokens, *documents)
-            live.mark()
+            live.moment = config.n_layers
             loss.backward()
-            live.mark()
-    now, made, peaks = zip(*live.marks, strict=True)  # begin, blocks, norm, loss; norm, blocks backwards, end
-    gradients = 0 if wrapped else sum(p.nbytes for p in model.layers[1].parameters() if p.requires_grad)
-    inputs, later = _kept_inputs(config), fp8_copies + gradients
-    kept = now[3] - now[2] + fp8_copies + gradients * (passes > 1) + inputs
-    # Memory changes evenly from block to block, so no block in between needs most.
-    until_loss, last_block = (max(part) + 2 * inputs for part in (peaks[1:5], peaks[5:7]))
-    two = [until_loss, last_block, peaks[7] + inputs, peaks[-1], made[-1] - made[0]]
-    return two, [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]
+    first = live.peaks[1]
+    return [live.peaks["until the loss"], live.peaks[config.n_layers], first, live.peaks.get(0, first), live.made]
 
 
 def _kept_inputs(config: Config) -> int:
@@ -267,21 +236,16 @@ def kept(config: Config, shards: int) -> list[Kept]:
     """One row for each parameter. FSDP2 cuts a parameter into shards of equal size; the last may be short. For experts
     see shard.sharded_dim."""
     model, rows = _one_block(config), []
-    with _Kernels({torch.zeros_like: _zeros_like}):
-        optimizer = make_optimizer(model, config)
+    by_muon = matrices(model) if config.optimizer == "muon" else {}
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
         size = -(-length // shards) * (p.numel() // length)
-        state = size * sum(t.dtype.itemsize for t in optimizer.state.get(p, {}).values() if t.ndim)
+        moments = p.requires_grad * (1 if p in by_muon else 2)
         dtype = config.param_dtype if p.requires_grad else config.dtype
+        state = size * moments * DTYPES[config.state_dtype].itemsize
         row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
     return rows
-
-
-def _zeros_like(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch.zeros_like, which on the meta device would import sympy: that takes a second of every start."""
-    return p.new_zeros(p.shape, dtype=dtype)
 
 
 def _one_block(config: Config) -> Transformer:
@@ -315,19 +279,19 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> dict[str, d
     tensors that every run with these flags needs, known without a trace."""
     _, shards = mesh_shape(config.shard_size, cluster.ranks)
     offload = cluster.cuda and config.offload == "cpu"
-    shape, held = config.model_config, state(config, shards, offload)
+    shape, parts = config.model_config, state(config, shards, offload)
     inputs = shape.n_layers * shape.dim * DTYPES[config.dtype].itemsize * _tokens(config)
     parked = inputs * (config.offload_activations and cluster.cuda)
     host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
     if cluster.cuda and config.save_async and not offload and not least:
         host["copies for saves"] = checkpoint_bytes(config, shards)
-    gradients = held.pop("gradients")
     if offload:
-        host, held, gradients = host | held | {"gradients": gradients}, {}, 0
+        host, parts = host | parts, {}
+    gradients = parts.pop("gradients", 0)
     if least:  # after a step of one micro-batch, the last gradients come when the activations are gone
-        parts = held | {"gradients or activations": max(gradients, inputs - parked)}
+        parts["gradients or activations"] = max(gradients, inputs - parked)
     else:
-        parts = held | _working(config, cluster, gradients, parked)
+        parts |= max(_moments(config, cluster, gradients, parked), key=lambda moment: sum(moment.values()))
         host["block inputs"] = parked
     if not cluster.cuda:
         host, parts = host | parts, {}
@@ -338,8 +302,8 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> dict[str, d
     return {"GPU": parts, "host": {name: cluster.gpus * size for name, size in host.items()}}
 
 
-def _working(config: Config, cluster: Cluster, gradients: int, parked: int) -> dict[str, int]:
-    """Bytes of a step in addition to parameters and optimizer state, at the moment that needs most (see trace).
+def _moments(config: Config, cluster: Cluster, gradients: int, parked: int) -> list[dict[str, int]]:
+    """Bytes by part in addition to parameters and optimizer state, at the moments of a step that may need most.
     gradients: bytes of all gradients on the device. parked: bytes of activations in the host's memory."""
     until_loss, last_block, *later = trace(config, cluster)[:4]
     peaks = [until_loss - parked, last_block - parked, *later]
@@ -349,20 +313,15 @@ def _working(config: Config, cluster: Cluster, gradients: int, parked: int) -> d
     else:  # the trace has counted the gradients
         held = [before, before, gradients, gradients]
         moments = [{"gradients": size, "activations": peak - size} for size, peak in zip(held, peaks, strict=True)]
-    moments.append({"gradients": gradients, "Muon's stacks": _stacks(config, cluster)})
+    if config.optimizer == "muon":
+        part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
+        sizes = [p.numel() for p in matrices(_one_block(config))]
+        largest = max(size * min(max(1, STACK_ELEMENTS // size), part) for size in sizes)
+        stacks = int(STACKS * DTYPES[config.dtype].itemsize * largest)
+        moments.append({"gradients": gradients, "Muon's stacks": stacks})
     if config.load == "rank0":  # see shard.fill_parameters
         moments.append({"a whole parameter": max(row.size for row in kept(config, 1))})
-    return max(moments, key=lambda moment: sum(moment.values()))
-
-
-def _stacks(config: Config, cluster: Cluster) -> int:
-    """Bytes of optim.Muon's temporary tensors while a stack of matrices is orthogonalized."""
-    if config.optimizer != "muon":
-        return 0
-    part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
-    sizes = [p.numel() for p in matrices(_one_block(config))]
-    largest = max(size * min(max(1, STACK_ELEMENTS // size), part) for size in sizes)
-    return int(STACKS * DTYPES[config.dtype].itemsize * largest)
+    return moments
 
 
 def _fsdp_moments(
@@ -373,38 +332,34 @@ def _fsdp_moments(
     copied to the buffer that is reduced, and this buffer exists until the next unit's is needed. A unit is gathered in
     a buffer and copied out; a single rank copies its own part only."""
     shape = config.model_config
-    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim  # of the embedding
+    (replicas, shards), offload = mesh_shape(config.shard_size, cluster.ranks), config.offload == "cpu"
+    compute, reduce = DTYPES[config.dtype].itemsize, DTYPES[config.reduce_dtype].itemsize
+    (trained, _), total = elements(config, shards), sum(elements(config, 1))
+    end = shape.vocab_size * shape.dim  # of the embedding
     head = 0 if shape.tied else end
     block = (total - end - head) // shape.n_layers
-    compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
-    (replicas, shards), offload = mesh_shape(config.shard_size, cluster.ranks), config.offload == "cpu"
     buffer = shards > 1
     stays = config.reshard == "never" or not buffer and not offload
     last = end if stays or not head else 0  # a tied embedding stays gathered until its gradient is reduced
-    forward, backward = (total, total) if stays else (end + block, block * (1 + buffer * config.prefetch) + last)
+    forward = total if stays else end + block
+    backward = total if stays else block * (1 + buffer * config.prefetch) + last
     gathered = [forward + buffer * (head or block), backward, block + last, last]
-    if before and config.reshard == "never":
-        gathered = gathered[:1] * 4
     if config.lora:  # adapters only; the ends have none
         block, end, head = elements(config, 1)[0] // shape.n_layers, 0, 0
     converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
-    trained = elements(config, shards)[0]
-    part = gradients // trained  # bytes per element
     # With replicas, the reduced parts of all units stay until the backward pass ends.
     replica_sums = trained * reduce if replicas > 1 and converts else 0
 
-    def unit(n: int) -> int:
-        return n * reduce + max(n * compute, converts * n * reduce // shards)
-
-    # Meanwhile the gradients of the block after it are reduced; if there is none, its own are, when it is freed.
-    after_block = block * (reduce if shape.n_layers > 2 else reduce - compute)
-    last_block = max(head * reduce, after_block, unit(head) - head * compute)
+    # In the last block's backward pass, the head's gradients are reduced, or those of the block after it. If there is
+    # none after it, its own are reduced when it is freed.
+    reduced = max(head * reduce, block * (reduce if shape.n_layers > 2 else reduce - compute))
+    kept_end = end // shards * (gradients // trained)  # bytes of the gradient that a rank keeps of it
     moments = [  # gradients, activations, gathered parameters, gradients being reduced
         (before, peaks[0], compute * gathered[0], 0),
-        (max(before, head // shards * part), peaks[1], compute * gathered[1], replica_sums + last_block),
+        (max(before, head and kept_end), peaks[1], compute * gathered[1], replica_sums + reduced),
         (gradients, peaks[2], compute * gathered[2], replica_sums + block * reduce),
-        (before or gradients - end // shards * part, peaks[3], compute * gathered[3], replica_sums + block * reduce),
-        (gradients, 0, 0, replica_sums + unit(end)),
+        (before or gradients - kept_end, peaks[3], compute * gathered[3], replica_sums + block * reduce),
+        (gradients, 0, 0, replica_sums + end * reduce + max(end * compute, converts * end * reduce // shards)),
     ]
     parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
     return [dict(zip(parts, moment, strict=True)) for moment in moments]
