@@ -1,5 +1,5 @@
 """The records of a run: the screen, log.txt, metrics.jsonl, curves.png, TensorBoard, Weights & Biases and
-env.json; which rank is slow, and --profile.
+env.json; and --profile.
 
     python log.py plot RUN [RUN ...] [-o FILE]        the curves of runs in one picture
     python log.py track RUN [RUN ...] [--to NAMES]    sends the records of finished runs to trackers
@@ -12,16 +12,12 @@ import itertools
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median_low
-from typing import NamedTuple
 
 from lib.errors import Parser, UserError, prepare_python, run_script
 from lib.files import ROOT, human, read_json, write_json, write_whole
@@ -30,7 +26,6 @@ if __name__ == "__main__":
     prepare_python()
 
 import torch  # isort: skip
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerAction, profile, schedule
 
@@ -47,9 +42,6 @@ from model import IGNORE, Transformer
 from optim import DTYPES, trainable_parameters
 from shard import mesh_shape
 
-SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
-GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
-DRAW_EVERY = 60  # seconds between two drawings of curves.png
 LINE = (  # of a record on the screen, which other programs parse
     "Batch {step} Loss: {loss:.5f}, Speed: {samples_per_s:.2f} samples/sec, lr: {lr:.6f}, {tok_per_s:.0f} tok/s,"
     " mfu {mfu:.1%}, grad norm {grad_norm:.3f}, mem {mem_gib:.2f} GiB"
@@ -57,7 +49,6 @@ LINE = (  # of a record on the screen, which other programs parse
 MORE = {  # parts of the line for values that only some records have
     "val_loss": ", val loss {val_loss:.5f}",
     "val_bpb": ", {val_bpb:.4f} bits per byte",
-    "slowest": ", slowest {slowest}",
 }
 
 
@@ -73,87 +64,6 @@ def describe_model(model: Transformer) -> None:
     total = sum(p.numel() for p in model.parameters()) + nf4.elements(model)
     trainable = sum(p.numel() for p in trainable_parameters(model).values())
     logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
-
-
-# ---- time
-
-
-# Ranks wait for each other in collectives, so their steps take equally long whichever rank is slow; the slow rank
-# waits least. FSDP's collectives are measured: on a CPU with the host's clock, because gloo blocks; on
-# a GPU with events on the collective's stream, without waiting for them.
-
-
-class Times(NamedTuple):
-    """A rank's mean step in ms. data: the part spent waiting for data; wait: the part within collectives."""
-
-    host: str
-    step: float
-    data: float
-    wait: float
-
-
-class TimedCollective:
-    """An all-gather or reduce-scatter for FSDP's set_custom_all_gather and set_custom_reduce_scatter."""
-
-    def __init__(self, collective: Callable, timer: "CollectiveTimer"):
-        self.collective, self.timer = collective, timer
-
-    def allocate(self, size, **options) -> Tensor:
-        self.timer.begin()  # FSDP calls only this before the all-reduce of whole replicas, whose hook calls end()
-        return torch.empty(size, **options)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options):
-        self.timer.begin()
-        work = self.collective(output_tensor, input_tensor, **options)
-        self.timer.end()
-        return work
-
-
-class CollectiveTimer:
-    """Measures FSDP's collectives on this rank in training steps; clock: a lib.run.Clock."""
-
-    def __init__(self, model: torch.nn.Module, device: torch.device, replicas: int, clock):
-        self.cuda, self.clock = device.type == "cuda", clock
-        self.spans: list[tuple] = []  # (step, begin, end) of each collective since the last record
-        for unit in [m for m in model.modules() if hasattr(m, "set_custom_all_gather")]:
-            unit.set_custom_all_gather(TimedCollective(dist.all_gather_into_tensor, self))
-            unit.set_custom_reduce_scatter(TimedCollective(dist.reduce_scatter_tensor, self))
-            if replicas > 1:  # FSDP calls this after the all-reduce that follows a reduce-scatter
-                unit.set_all_reduce_hook(lambda reduced: self.end())
-
-    def now(self) -> float | torch.cuda.Event:
-        if not self.cuda:
-            return 1e3 * time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def begin(self) -> None:
-        trains = self.clock.stack[-1] in ("compile", "steps")
-        self.begun = self.now() if trains and not (self.cuda and self.clock.step % GPU_EVERY) else None
-
-    def end(self) -> None:
-        if self.begun:
-            self.spans.append((self.clock.step, self.begun, self.now()))
-        self.begin()  # an all-reduce may follow
-
-    def take(self) -> float:
-        """ms per step since the last call. On a GPU the steps must have finished, which reading the loss ensures."""
-        total = sum(begin.elapsed_time(end) if self.cuda else end - begin for _, begin, end in self.spans)
-        steps, self.spans = {step for step, *_ in self.spans}, []
-        return total / max(len(steps), 1)
-
-
-def find_slow(ranks: list[Times]) -> tuple[int, str] | None:
-    """The slowest rank and a description; None if it is within 10 % of the median."""
-    cost = min(times.wait for times in ranks)  # the collectives themselves take this long; the rest is waiting
-    busy = [times.step - times.wait + cost for times in ranks]
-    rank, usual = busy.index(max(busy)), median_low(busy)
-    if busy[rank] <= (1 + SLOW) * usual:
-        return None
-    excess, times = busy[rank] / usual - 1, ranks[rank]
-    compute = busy[rank] - times.data
-    return rank, f"{times.host}/rank {rank} {excess:+.0%} (data {times.data:,.0f} ms, compute {compute:,.0f} ms)"
 
 
 def profile_steps(run, start: int) -> profile:
@@ -220,10 +130,9 @@ class Log:
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
         self.mesh = mesh_shape(config.shard_size, self.ranks.world_size)  # replicas, shards
-        self.timer = CollectiveTimer(model, self.ranks.device, self.mesh[0], self.clock)
-        self.suspect = None  # the slowest rank of the last record, if it was slow
         self.trackers = {}
-        self.drawing, self.next_drawing = None, 0.0  # the process that draws; when the next one may start
+        self.drawing = None  # a process that draws
+        self.drawn_at, self.draw_seconds, self.step_seconds = -math.inf, 0.0, math.inf
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
             keep_records(self.file, start)
@@ -235,13 +144,7 @@ class Log:
 
     def __exit__(self, kind: type | None, *error) -> None:
         if kind is None:
-            with self.run.phase("plots"):
-                if self.drawing:
-                    self.drawing.kill()  # its picture lacks the last records
-                self.drawing, self.next_drawing = None, 0.0
-                self.draw()
-                if self.drawing and self.drawing.wait():
-                    logger.warning(f"curves.png was not drawn; `python log.py plot {self.run.folder}` says why")
+            self.draw(last=True)
         for tracker in self.trackers.values():
             tracker.finish()
 
@@ -308,7 +211,8 @@ class Log:
         tokens = step * self.config.batch_tokens
         record = {"step": step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= self._speed(step)
-        record |= self._gather(record["step_ms"], record["data_ms"])
+        record |= self._gather(record["data_ms"])
+        self.step_seconds = record["step_ms"] / 1e3
         if val_loss is not None:
             record["val_loss"] = val_loss
             if self.val_bytes:
@@ -319,23 +223,18 @@ class Log:
         if self.predicted and step == self.config.steps:
             logger.info(compare(self.predicted, record, self.run.folder))
 
-    def _gather(self, step_ms: float, data_ms: float) -> dict[str, float | str]:
-        """The figures that need every rank: memory, losses by source, experts and the slow rank. All ranks must
-        call."""
-        times = Times(platform.node(), step_ms, data_ms, self.timer.take())
-        local = times, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
-        times, memory, by_source, router_sums = zip(*gather(local, self.ranks), strict=True)
-        figures = {"mem_gib": max(memory)}
+    def _gather(self, data_ms: float) -> dict[str, float]:
+        """The figures that need every rank: the longest wait for data and its rank, memory, losses by source and
+        experts. Collectives make all ranks equally slow, so step_ms names no slow rank. All ranks must call."""
+        local = data_ms, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
+        data_ms, memory, by_source, router_sums = zip(*gather(local, self.ranks), strict=True)
+        figures = {"data_ms": max(data_ms), "data_rank": data_ms.index(max(data_ms)), "mem_gib": max(memory)}
         for name, loss, tokens in zip(self.sources, *sum(by_source).tolist(), strict=True):
             if tokens:
                 figures[f"loss_{name}"] = loss / tokens
         figures |= router_figures(sum(router_sums))
         self.by_source.zero_()
         self.router_sums = torch.zeros(())
-        slow, before = find_slow(times), self.suspect
-        self.suspect = slow and slow[0]
-        if slow and slow[0] == before:  # in this record and in the one before
-            figures["slowest"] = slow[1]
         return figures
 
     def add(self, step: int, **values: float | str) -> None:
@@ -356,15 +255,26 @@ class Log:
                 del self.trackers[name]
                 logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
 
-    def draw(self) -> None:
-        """Starts a process that draws curves.png from metrics.jsonl, unless another one still draws; at most once in
-        DRAW_EVERY seconds."""
+    def draw(self, last: bool = False) -> None:
+        """Draws curves.png on rank 0: in another process if the last drawing took longer than a step, and in at most a
+        twentieth of the time. last: at the end, when nothing waits for it."""
         now = time.perf_counter()
-        draws = self.drawing and self.drawing.poll() is None
-        if self.ranks.rank == 0 and now >= self.next_drawing and not draws:
-            self.next_drawing = now + DRAW_EVERY
+        if self.drawing and last:
+            self.drawing.wait()
+        busy = self.drawing and self.drawing.poll() is None
+        if self.ranks.rank or busy or (now < self.drawn_at + 20 * self.draw_seconds and not last):
+            return
+        self.drawn_at = now
+        if self.draw_seconds > self.step_seconds and not last:
             command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
             self.drawing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            return
+        with self.run.phase("plots"):
+            try:
+                curves.draw_run(self.run.folder)
+            except Exception as e:  # a picture is no reason to end a run
+                logger.warning(f"curves.png was not drawn: {type(e).__name__}: {e}")
+        self.draw_seconds = time.perf_counter() - now
 
 
 def keep_records(file: Path, start: int) -> None:

@@ -163,6 +163,7 @@ def train(run: Run) -> None:
             if todo.save:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
                 log.add(step, save_ms=saver.save(step, probe))
+            if todo.evaluate or todo.save:
                 log.draw()
             if todo.sample:
                 log.add(step, sample=write_samples(model, run, step))

@@ -2,9 +2,8 @@
 
     python -m lib.curves RUN        draws RUN/curves.png
 
-A run draws in another process, which needs no torch, while it trains on. A picture shows at most POINTS records of
-steps and as many with a validation, evenly spaced, so a million records cost little more than a thousand: one pass over
-the file, and only the records that are drawn are parsed."""
+It needs no torch. A picture shows every record of a short run, or about POINTS evenly spaced ones and as many with a
+validation."""
 
 import contextlib
 import json
@@ -12,6 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from lib.errors import UserError
 
@@ -36,13 +36,8 @@ logger = logging.getLogger("flatland")
 
 def read_records(folder: Path) -> list[dict]:
     """The records of a run. Damaged lines are left out and reported."""
-    path = folder / "metrics.jsonl"
-    return _parse(path, path.read_text(errors="replace").splitlines() if path.exists() else [])
-
-
-def _parse(path: Path, lines: list[str]) -> list[dict]:
-    records = []
-    for line in lines:
+    path, records = folder / "metrics.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         record = None
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -53,15 +48,16 @@ def _parse(path: Path, lines: list[str]) -> list[dict]:
     return records
 
 
-def _sample(path: Path) -> list[dict]:
-    """Records of steps with a finite loss, evenly spaced, and so the ones with a validation."""
-    with open(path, errors="replace") as file:
-        lines = [line for line in file if '"loss": ' in line and '"loss": null' not in line]
-    validated = [i for i, line in enumerate(lines) if '"val_loss": ' in line]
-    chosen = {*range(0, len(lines), 1 + len(lines) // POINTS), *validated[:: 1 + len(validated) // POINTS]}
-    return [
-        record for record in _parse(path, [lines[i] for i in sorted(chosen)]) if isinstance(record.get("loss"), float)
-    ]
+def _select(records: list[dict]) -> list[dict]:
+    """The records that are drawn, each with the mean loss of a fiftieth of them, but at least five, around it."""
+    steps = [record for record in records if isinstance(record.get("loss"), float)]
+    validated = [record for record in steps if "val_loss" in record]
+    chosen = steps[:: 1 + len(steps) // POINTS] + validated[:: 1 + len(validated) // POINTS]
+    chosen = [*{record["step"]: record for record in sorted(chosen, key=lambda record: record["step"])}.values()]
+    beside = max(2, len(chosen) // 100)
+    for i, record in enumerate(chosen):
+        record["mean_loss"] = fmean(near["loss"] for near in chosen[max(0, i - beside) : i + beside + 1])
+    return chosen
 
 
 def draw_runs(folders: list[Path], out: Path) -> None:
@@ -69,19 +65,21 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     from matplotlib.figure import Figure
 
     x = "step" if len(folders) == 1 else "tokens"
-    figure = Figure(figsize=(10, 9), layout="constrained")
+    figure = Figure(figsize=(10, 9))
     panels = dict(zip(PANELS, figure.subplots(3, 2, sharex=True).flat, strict=True))
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.06, top=0.96, wspace=0.2, hspace=0.2)
+    figure.supxlabel(x, y=0.005)
     for number, folder in enumerate(folders):
-        records = _sample(folder / "metrics.jsonl")
-        _add_running_mean(records)
+        records = _select(read_records(folder))
         for key in (*PANELS, "mean_loss", "val_loss"):
             name, style = STYLES.get(key, ("", {}))
-            rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
-            if rows:
-                axis, label = panels.get(key, panels["loss"]), f"{folder.name}: {name}"
-                axis.plot(*zip(*rows, strict=True), color=f"C{number}", label=label, **style)
+            points = [(r[x], r[key]) for r in records if r.get(key) is not None]
+            color = number + len(folders) * key.startswith("val")
+            axis = panels.get(key, panels["loss"])
+            if points:
+                axis.plot(*zip(*points, strict=True), color=f"C{color}", label=f"{folder.name}: {name}", **style)
     for key, axis in panels.items():
-        axis.set(ylabel=PANELS[key], xlabel=x)
+        axis.set_title(PANELS[key], loc="left", fontsize=10)
         axis.grid(alpha=0.3)
     panels["grad_norm"].set_yscale("log")
     panels["loss"].legend(fontsize=8)
@@ -91,14 +89,11 @@ def draw_runs(folders: list[Path], out: Path) -> None:
         raise UserError(f"-o {out}: {e}") from None
 
 
-def _add_running_mean(records: list[dict]) -> None:
-    size, mean = max(1, len(records) // 50), records[0]["loss"] if records else 0.0
-    for record in records:
-        mean += (record["loss"] - mean) / size
-        record["mean_loss"] = mean
+def draw_run(folder: Path) -> None:
+    """Draws curves.png in the folder of a run, in one piece."""
+    draw_runs([folder], folder / "curves.tmp.png")
+    os.replace(folder / "curves.tmp.png", folder / "curves.png")
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    draw_runs([folder], folder / "curves.tmp.png")
-    os.replace(folder / "curves.tmp.png", folder / "curves.png")
+    draw_run(Path(sys.argv[1]))
