@@ -107,6 +107,8 @@ BOOKKEEPING_ENDS = (
     "_count",
     "_lang",
 )
+# The date that templates get for today's, with which ids would change overnight. Llama 3.1's template has it.
+DATE = datetime(2024, 7, 26)
 # By name; llama and mixtral are values of ModelConfig.chat_format.
 CHAT_TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*.jinja")}
 
@@ -127,15 +129,11 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
         return None
     _refuse(row, "the row")
     given = {name: value for name, value in row.items() if value not in EMPTY}
-    fields = [row[name] for name in names]
-    if names == ("instruction", "output") and (extra := given.pop("input", "")):
-        if not isinstance(extra, str):
-            raise UserError(f"input is {extra!r:.80}, expected a text")
-        fields[0] = f"{fields[0]}\n\n{extra}"
-    if len(names) == 1:
-        fields[0] = parse_field(fields[0], names[0])
     messages = []
-    for field, role in zip(fields, ("user", "assistant"), strict=False):
+    for name, role in zip(names, ("user", "assistant"), strict=False):
+        field = row[name] if len(names) == 2 else parse_field(row[name], name)
+        if name == "instruction" and "input" in given:
+            field = f"{field}\n\n{parse_field(given.pop('input'), 'input', str)}"
         turns = [_read_message(m) for m in (field if isinstance(field, list) else [{"role": role, "content": field}])]
         is_whole = turns and turns[0].get("role") != role  # an answer that holds the whole conversation
         messages = turns if is_whole else messages + turns
@@ -144,24 +142,21 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
         messages = [_read_message({"role": "system", "content": given[system]}), *messages]
     inputs = {name: parse_field(given[name], name, kind) for name, kind in INPUTS.items() if name in given}
     inputs |= inputs.pop("chat_template_kwargs", {})
-    said = "\n".join(str(m.get("content")) for m in messages)
-    notes = [
-        (f"nothing reads the field {name} of the row", str(value))
-        for name, value in given.items()
-        if name not in (*names, *chat_fields, system, *INPUTS)
-        and not _is_bookkeeping(name)
-        and str(value).strip() not in said
+    others = {name: given[name] for name in given if name not in (*names, *chat_fields, system, *INPUTS)}
+    return messages, inputs, _unread(others)
+
+
+def _unread(fields: dict) -> Notes:
+    """A note for each field, but not for bookkeeping."""
+    unread = [
+        name for name in fields if name.lower() not in BOOKKEEPING and not name.lower().endswith(BOOKKEEPING_ENDS)
     ]
-    return messages, inputs, notes
-
-
-def _is_bookkeeping(name):
-    return name.lower() in BOOKKEEPING or name.lower().endswith(BOOKKEEPING_ENDS)
+    return [(f"nothing reads the field {name}", str(fields[name])) for name in unread]
 
 
 def parse_field(value, name: str, kind: type = list):
-    """A list or dict, which may be JSON text."""
-    parsed = _parse(value)
+    """A list, dict or text; a list or dict may be JSON text."""
+    parsed = value if isinstance(value, kind) else _parse(value)
     if isinstance(parsed, kind):
         return parsed
     raise UserError(f"{name} is {value!r:.80}, expected a {kind.__name__}, also as JSON")
@@ -185,7 +180,7 @@ def _refuse(fields: dict, place: str) -> None:
     """UserError if a field of REFUSED has content."""
     for name in REFUSED:
         if fields.get(name) not in EMPTY:
-            fix = 'put turns into the messages, functions into `tools`, and "weight": 0 into messages without training'
+            fix = 'turns belong into the messages, functions into `tools`, and "weight": 0 into untrained messages'
             raise UserError(f"{place} has {name} {fields[name]!r:.80}, which nothing reads: {fix}")
 
 
@@ -199,7 +194,8 @@ def _read_message(message) -> dict:
     role = SPEAKERS.get(str(speaker), speaker)
     out = {name: value for name, value in message.items() if value not in EMPTY and name not in TURN}
     if isinstance(content, list):
-        content = "".join(map(_read_part, content))
+        parts = [part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        content = "".join(map(str, parts)) if len(parts) == len(content) else content  # which is refused later
     if speaker == "function_call":
         out["tool_calls"] = [{"type": "function", "function": parse_field(content, "function_call", dict)}]
         content = None
@@ -214,17 +210,9 @@ def _read_message(message) -> dict:
     return out | {"role": role} | ({} if content is None else {"content": content})
 
 
-def _read_part(part) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-    raise UserError(f"the content of a message has a part that is not text: {part!r:.100}")
-
-
 def _read_call(call):
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise UserError(f"a tool call is {call!r:.80}, expected an object with a name and arguments")
+    call = parse_field(call, "a tool call", dict)
+    function = parse_field(call.get("function", call), "a tool call", dict)
     arguments = _parse(function.get("arguments"))
     if isinstance(arguments, dict):
         function = function | {"arguments": arguments}
@@ -290,8 +278,7 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    # With today's date, ids would change overnight. Llama 3.1's template has this date, 3.2's if no clock is defined.
-    known = {"raise_exception": _raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
+    known = {"raise_exception": _raise_exception, "strftime_now": DATE.strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
     with _template_errors():
@@ -316,9 +303,10 @@ def render_chat(
     tokenizer: Tokenizer, messages: list[dict], template: str, inputs: dict | None = None, notes: Notes | None = None
 ) -> tuple[list[int], list[int]]:
     """messages [{"role", "content", ...}] -> (ids, mask). mask is 1 on the assistant's tokens and the token that closes
-    them. If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools`
-    and other variables of the template. notes: a list for the texts and fields that the template changes or leaves out;
-    UserError if it leaves out a field of TOLD."""
+    them, but 0 on an earlier answer whose text the template leaves out in part; UserError if that is the last message.
+    If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools` and other
+    variables of the template. notes: a list for what the template changes or leaves out; with it, UserError if the
+    template does not render a field of TOLD."""
     if tokenizer.conditional:
         names = ", ".join(tokenizer.conditional)
         raise UserError(f"Chat: set single_word and normalized to false in tokenizer.json for the tokens {names}")
@@ -337,11 +325,22 @@ def render_chat(
             return compiled.render(messages=messages, add_generation_prompt=asks, **known)
 
     text = render(messages, messages[-1]["role"] != "assistant")
-    spans, text = _generated(text, messages) if OPEN in text else (_answers(render, messages, text, control), text)
+    answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if OPEN in text:
+        parts = re.split(f"[{OPEN}{CLOSE}]", text)
+        text, ends = "".join(parts), [*accumulate(map(len, parts))]
+        places = [*zip(ends[:-1:2], ends[1::2], strict=True)]
+    else:
+        places = _find_answers(render, messages, answers, text, control)
     if notes is not None:
-        notes += _left_out(render, messages, inputs, text)
+        _refuse_lost(render, messages, inputs)
+        fields = {name: value for part in (inputs, *messages) for name, value in part.items()}
+        unread = fields.keys() - {"role", "content", "weight", *REASONING, *TOLD}
+        notes += _unread({name: fields[name] for name in unread if name not in template})
+        if "strftime_now" in template:
+            notes.append(("the chat template asks for today's date and always gets this one", f"{DATE:%d %B %Y}"))
     trained = bytearray(len(text))
-    for begin, end in spans:
+    for begin, end in _choose_answers(messages, answers, places, text, control, notes):
         trained[begin:end] = b"\1" * (end - begin)
     return _encode(tokenizer, text, trained, control)
 
@@ -361,44 +360,33 @@ def _check_messages(messages: list[dict]) -> None:
         raise UserError("Chat: expected a user's message")
 
 
-def _generated(text: str, messages: list[dict]) -> tuple[list[tuple[int, int]], str]:
-    """-> (the places of the generated texts that are trained on, the text without OPEN and CLOSE)"""
-    parts = re.split(f"[{OPEN}{CLOSE}]", text)
-    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-    if 0 in weights and len(parts) != 2 * len(weights) + 1:
-        raise UserError(f"Chat: {len(weights)} answers have weights, but the template marks {len(parts) // 2} texts")
-    ends, count = [*accumulate(map(len, parts))], len(parts) // 2
-    weights += [1] * (count - len(weights))  # a template may mark more texts than there are answers
-    spans = [(ends[2 * i], ends[2 * i + 1]) for i in range(count) if weights[i] != 0]
-    return spans, "".join(parts)
+def _find_answers(render, messages, answers, text, control) -> list[tuple[int, int]]:
+    """The place of each answer in the rendered text, from the end of the prompt for it to the end of the control token
+    that closes it; (0, 0) if it has the weight 0, or if the template leaves it out."""
+    places, last_end = [], 0
+    for k in answers:
+        place = 0, 0
+        if messages[k].get("weight") != 0:
+            prompt = render(messages[:k], True)
+            until = text if k == len(messages) - 1 else render(messages[: k + 1])
+            end = max((match.end() for match in control.finditer(until)), default=0)
+            place = len(prompt), end
+            if not until.startswith(prompt) or not text.startswith(until):
+                place = _find_answer(render, messages, k, text, control, prompt, last_end)
+            if place != (0, 0) and (not end or until[end:].strip()):
+                raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
+        places.append(place)
+        last_end = max(place[1], last_end)
+    return places
 
 
-def _answers(render: Render, messages: list[dict], text: str, control: re.Pattern) -> list[tuple[int, int]]:
-    """The place of each answer that is trained on in the rendered text: from the end of the prompt for it to the end of
-    the control token that closes it."""
-    spans = [(0, 0)]  # the empty one stands for an answer before the first
-    for k, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("weight") == 0:
-            continue
-        prompt = render(messages[:k], True)
-        until = text if k == len(messages) - 1 else render(messages[: k + 1])
-        end = max((match.end() for match in control.finditer(until)), default=0)
-        span = len(prompt), end
-        if not until.startswith(prompt) or not text.startswith(until):
-            span = _find_answer(render, messages, k, text, control, prompt, spans[-1][1])
-        if span and (not end or until[end:].strip()):
-            raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
-        spans += [span] if span else []
-    return spans
-
-
-def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[int, int] | None:
+def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[int, int]:
     """The place of message k where the template renders earlier messages differently once later ones follow, for
-    example without their reasoning; None if it leaves the message out. last_end: of the answer before it.
+    example without their reasoning; (0, 0) if it leaves the message out. last_end: of the answer before it.
 
     The conversation is rendered with another answer here: the characters that differ are the answer's words. The place
     begins behind the last copy of the prompt's end, from its last control token on, and ends with the next control
-    token."""
+    token. Where the prompt opens a thought that the answer closes at once, only a part of the prompt's end is there."""
     other, asks = {"role": "assistant", "content": OTHER}, messages[-1]["role"] != "assistant"
     try:
         changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
@@ -407,40 +395,76 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
         other["tool_calls"] = [call | other_function for call in messages[k].get("tool_calls", [])]
         changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
     if OTHER not in changed:
-        return None
+        return 0, 0
     words_begin = len(commonprefix((text, changed)))
     words_end = len(text) - len(commonprefix((text[::-1], changed[::-1])))
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
-    header = prompt[max((match.start() for match in control.finditer(prompt)), default=0) :]
-    header_begin = text.rfind(header, last_end, words_begin)
-    begin = header_begin + len(header) if header_begin >= 0 else len(text[:words_begin].rstrip(" "))
+    begin = len(text[:words_begin].rstrip(" "))
+    token = max(control.finditer(prompt), key=re.Match.start, default=None)
+    header_begin = text.rfind(token[0], last_end, words_begin) if token else -1
+    if header_begin >= 0:
+        header, before = prompt[token.start() :], text[header_begin:words_begin]
+        pieces = re.finditer(rf"{control.pattern}|\s+|\S+?(?={control.pattern}|\s|$)", header)
+        shared = max(piece.end() for piece in pieces if before.startswith(header[: piece.end()]))
+        if shared == len(header):
+            begin = header_begin + shared
+        elif before[shared:].strip():  # such as </think>: but without a prompt of its own, the header is the question
+            question = render(messages[:k])
+            if prompt.startswith(question) and token.start() >= len(question):
+                begin = header_begin + shared
     return min(begin, end), end
 
 
-def _left_out(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
-    """Texts and fields that the template changes or leaves out. UserError for a field of TOLD."""
-    notes, fields = [], {}  # name: (role of its last message, its value, arguments of a rendering with and without it)
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def _choose_answers(messages, answers, places, text, control, notes) -> list[tuple[int, int]]:
+    """The places that are trained on: of the answers that have a weight and whose text is all there. Notes texts that
+    the template changes or leaves out; UserError if that is a part of an answer that ends the messages."""
+    known = dict(zip(answers, places, strict=True)) if len(places) == len(answers) else {}
+    controls, chosen, changes = [0, *(match.start() for match in control.finditer(text))], [], []
     for k, message in enumerate(messages):
-        for name in ("content", "reasoning_content"):
-            if (written := str(message.get(name, "")).strip()) not in text:
-                notes.append((f"the chat template changes or leaves out text of the {message['role']}", written))
-        for name in message.keys() - {"role", "content", "weight"}:
-            names = REASONING if name in REASONING else (name,)
-            without = [{n: v for n, v in m.items() if n not in names} for m in messages[: k + 1]]
-            fields[name] = message["role"], message[name], (messages[: k + 1],), (without,)
-    for name, value in inputs.items():
-        others = {n: v for n, v in inputs.items() if n != name}
-        fields[name] = "", value, (messages,), (messages, False, others)
-    for name, (role, value, whole, without) in fields.items():
+        role, said = message["role"], [str(message.get(name, "")) for name in ("content", "reasoning_content")]
+        what, lost = f"the chat template changes or leaves out text of the {role}", []
+        if role == "assistant" and message.get("weight") != 0:
+            begin, end = place = known.get(k, (0, len(text)))
+            # From a control token on, because the prompt for the answer may open its thought.
+            before = _squeeze(text[controls[max(bisect_left(controls, begin) - 1, 0)] : end])
+            for words in filter(str.strip, said):  # the content stands behind the reasoning
+                before, written, _ = before.rpartition(_squeeze(words))
+                lost += [] if written else [words]
+            if not lost:
+                chosen.append(place)
+            elif k == len(messages) - 1:
+                fix = "take it out of the row, or use a chat template that keeps it"
+                raise UserError(f"Chat: {what}'s last answer: {lost[0].replace(MARK, '')!r:.100}: {fix}")
+            else:
+                what = "the chat template leaves out text of an earlier answer: it is not trained on"
+        changes += [(what, words) for words in lost or [w for w in said if w.strip() not in text]]
+    if not known and len(chosen) < len(answers):
+        raise UserError(f"Chat: {len(answers)} answers, not all to be trained, but the template marks {len(places)}")
+    if notes is not None:
+        notes += [(what, words.replace(MARK, "")) for what, words in changes]
+    return chosen if known else places
+
+
+def _refuse_lost(render, messages, inputs) -> None:
+    """UserError if the template does not render a field of TOLD, judged by the last message that has it."""
+    for name in TOLD:
+        holders = [k for k, m in enumerate(messages) if m.get(name) not in EMPTY and m["role"] != "tool"]
+        some = messages[: holders[-1] + 1] if holders else messages
+        value = some[-1][name] if holders else inputs.get(name)
+        if value in EMPTY:
+            continue
+        names = REASONING if name in REASONING else (name,)
+        without = [{n: v for n, v in message.items() if n not in names} for message in some]
         try:
-            is_lost = value not in EMPTY and render(*whole) == render(*without)
+            is_lost = render(some) == render(without, False, {n: v for n, v in inputs.items() if n != name})
         except UserError:
-            continue  # the template needs it
-        if is_lost and name in TOLD and role != "tool":
+            continue  # the template needs the field
+        if is_lost:
             raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
-        if is_lost and not _is_bookkeeping(name) and str(value) not in text:
-            notes.append((f"the chat template does not render {name}", str(value)))
-    return [(what, example.replace(MARK, "")) for what, example in notes]
 
 
 def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pattern) -> tuple[list[int], list[int]]:

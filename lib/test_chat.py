@@ -42,6 +42,13 @@ or m.reasoning_content) %}{{- '<think>\n' + (m.reasoning_content or '') + '\n</t
 + c.function | tojson + '<|begin_of_text|>' }}{%- endfor %}{{- '<|end_of_text|>' }}{%- endgeneration %}{%- else %}
 {{- m.role + ': ' + m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}
 {{- '<|im_start|><think>\n' }}{%- endif %}""",
+    # Nemotron: the prompt opens a thought, and an answer without one closes it at once; earlier thoughts are cut.
+    "closes": r"""{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}
+{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}""" + HEAD.replace("{%- generation %}", r"""
+{%- set thought = m.reasoning_content + '\n' if m.reasoning_content and loop.index0 > ns.last else '' %}
+{{- '<think>\n' if thought else '<think>' }}{%- generation %}{{- thought + '</think>' + m.content }}""") + CALLS
++ TAIL.replace(r"assistant\n", r"assistant\n<think>\n"),
+    "cuts": HEAD + r"{{- m.content.split('[/THINK]')[-1].replace('\t', '') }}" + TAIL,
     # gpt-oss: control tokens within an answer, and another end of the last one.
     "channels": r"""{%- for m in messages %}{{- '<|im_start|>' + m.role }}{%- if m.role == 'assistant' %}
 {%- generation %}{%- if loop.last and m.thinking %}{{- '<|begin_of_text|>' + m.thinking + '<|im_end|>' }}{%- endif %}
@@ -75,17 +82,18 @@ def _tokenizer(folder, template: str, merges: bool = True, **files):
 
 
 def _conversations(seed: int, tools: bool, reasons: bool, system: bool):
-    """Conversations of up to four turns, with answers that call tools and think."""
+    """Conversations of up to four turns, with answers that call tools. The last one thinks: of earlier ones, templates
+    leave the thoughts out."""
     r, texts = random.Random(seed), ["One.", "\n\nIt is  so.", "naïve 日本語 🎈", "  x\n", "assistant", "<think>", "0"]
     for turns in range(1, 5):
         messages = [{"role": "system", "content": r.choice(texts)}] * system
-        for _ in range(turns):
+        for turn in range(turns):
             messages.append({"role": "user", "content": r.choice(texts)})
             for _ in range(r.randrange(3) if tools else 0):
                 calls = [CALL] * r.randrange(1, 3)
                 messages.append({"role": "assistant", "content": r.choice(texts), "tool_calls": calls})
                 messages.append({"role": "tool", "content": r.choice(texts)})
-            thought = r.choice((None, "so\nand so")) if reasons else None
+            thought = r.choice((None, "so\nand so")) if reasons and turn == turns - 1 else None
             messages.append({"role": "assistant", "content": r.choice(texts), "reasoning_content": thought})
         yield messages
         yield messages[: 1 + system]  # a question only
@@ -97,9 +105,9 @@ def test_ids_and_masks_are_those_of_transformers(name, merges, tmp_path):
     """Their mask needs the generation blocks of the template; ours is the same with and without them."""
     ours, theirs = _tokenizer(tmp_path, TRAITS[name], merges)
     bare = re.sub(GENERATION, "", TRAITS[name])
-    has_tools = name in ("calls", "reasons", "opens", "moves")
+    has_tools, reasons = name in ("calls", "reasons", "opens", "moves"), name in ("reasons", "closes", "channels")
     for seed, system in [(seed, system) for seed in range(2) for system in (False, True)]:
-        for messages in _conversations(seed, has_tools, name in ("reasons", "channels"), system):
+        for messages in _conversations(seed, has_tools, reasons, system):
             if not merges or "<|im_end|>" in str(messages):  # transformers reads it in a message as a control token
                 messages = json.loads(json.dumps(messages).replace("<|im_end|>", "end"))
             tools = ADD if has_tools else None
@@ -345,14 +353,43 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     ("calls", {"conversations": [*_two()[:1], {"from": "function_call", "value": "add"}]}, "function_call is 'add'"),
     ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "the row has loss_mask"),
     ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "a message has mask True"),
-    ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a text"),
+    ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a str"),
     ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is 'add', expected a list"),
-    ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected an object"),
+    ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected a dict"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
+    ("cuts", {"messages": [ASK, ANSWER | {"content": "[THINK]a[/THINK]b"}]}, r"last answer: '\[THINK\]a\[/THINK\]b'"),
+    ("reasons", {"messages": [ASK, ANSWER | {"content": "<think>a</think>b"}]}, "last answer: '<think>a</think>b'"),
 ])  # fmt: skip
 def test_fields_are_refused(template, row, message, tokenizers_of):
     with pytest.raises(UserError, match=message):
         _read(tokenizers_of(TRAITS[template])[0], row)
+
+
+CUT, CHANGED = "leaves out text of an earlier answer: it is not", "changes or leaves out text of the assistant"
+
+
+@pytest.mark.parametrize("template, messages, marked, notes", [
+    ("reasons", [ASK, THINKS, ASK, THINKS],
+     "«userWhy?»«assistantSo.»«userWhy?»«assistant[[<think>hm</think>So.»]]", [CUT]),
+    ("cuts", [ASK, ANSWER | {"content": "a[/THINK]b"}, ASK, ANSWER], "«userWhy?»«assistantb»" + ONCE, [CUT]),
+    ("cuts", [ASK, ANSWER | {"content": "a[/THINK]b"}, ASK], "«userWhy?»«assistantb»«userWhy?»«assistant", [CUT]),
+    ("cuts", [ASK, ANSWER | {"content": "a[/THINK]b", "weight": 0}, ASK, ANSWER], "«userWhy?»«assistantb»" + ONCE,
+     [CHANGED]),
+    ("cuts", [ASK, ANSWER | {"content": "So\t  on."}], "«userWhy?»«assistant[[So  on.»]]", [CHANGED]),
+    ("closes", [ASK, THINKS | {"tool_calls": [SUM]}, RESULT, ANSWER, ASK, ANSWER],
+     f"«userWhy?»«assistant<think></think>So.{ADDS}»«tool2»«assistant<think>[[</think>So.»]]"
+     "«userWhy?»«assistant<think>[[</think>So.»]]", [CUT]),
+])  # fmt: skip
+def test_answers_that_lose_text_are_not_trained_on(template, messages, marked, notes, tokenizers_of):
+    """With and without generation blocks. White space does not count as text."""
+    for source in (TRAITS[template], re.sub(GENERATION, "", TRAITS[template])):
+        _, ours, _ = tokenizers_of(source)
+        ids, mask = render_chat(ours, messages, source, notes=(seen := []))
+        text = decode_marked(ours, ids, mask, False).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
+        assert text.replace("\n", "") == marked
+        assert [what for what, _ in seen if "assistant" in what or "answer" in what] == [
+            f"the chat template {note}{' trained on' * (note == CUT)}" for note in notes
+        ]
 
 
 def test_what_is_left_out_is_counted(tmp_path, caplog):
@@ -367,10 +404,10 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepare(find_files(str(tmp_path / "a.jsonl"), ""), Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0)
-    assert sorted(re.sub(r"\S*/a.jsonl ", "", record.message) for record in caplog.records) == [
-        "1 rows: nothing reads the field system_prompt of the row, first in line 3: 's'",
-        f"1 rows: the chat template changes or leaves out text of the assistant, first in line 3: {thought!r}",
-        "1 rows: the chat template changes or leaves out text of the system, first in line 2: 'Be brief.'",
-        "1 rows: the chat template does not render channel, first in line 3: 'c7'",
-        "2 rows: nothing reads the field images of the row, first in line 4: \"['a.png']\"",
-    ]
+    assert {re.sub(r"\S*/a.jsonl: ", "", record.message) for record in caplog.records} == {
+        "the chat template changes or leaves out text of the system: 1 row, first in line 2: 'Be brief.'",
+        f"the chat template {CUT} trained on: 1 row, first in line 3: {thought!r}",
+        "nothing reads the field channel: 1 row, first in line 3: 'c7'",
+        "nothing reads the field system_prompt: 1 row, first in line 3: 's'",
+        "nothing reads the field images: 2 rows, first in line 4: \"['a.png']\"",
+    }

@@ -380,8 +380,8 @@ def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str
 
 
 def new_report(kind: str = "", skipped: int = 0) -> dict:
-    """What `encode` reports: the kind of all rows, the number of bad rows, {file: {reason: bad rows}}, and {note:
-    [rows, the first of them]}."""
+    """What `encode` reports: the kind of all rows, the number of bad rows, {file: {reason: bad rows}}, and {file and
+    note: [rows, the first of them]}."""
     return {"kind": kind, "skipped": skipped, "left_out": {}, "notes": {}}
 
 
@@ -393,11 +393,12 @@ def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, 
     for (label, file, rows), future in read_ahead(submitted, ahead):
         advance()
         for row, (tokens, kind, notes) in zip(rows, future.result(), strict=True):
-            where = f"{file.name} {'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
+            place = f"{'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
+            where = f"{file.name} {place}"
             report["kind"] = report["kind"] or kind
             if kind == report["kind"] != "":
                 for what, example in dict(reversed(notes)).items():  # each once, with its first example
-                    report["notes"].setdefault(what, [0, f"{where}: {example[:80]!r}"])[0] += 1
+                    report["notes"].setdefault(f"{file.name}: {what}", [0, f"{place}: {example[:80]!r}"])[0] += 1
                 yield label, row, tokens
                 continue
             reason = MIXED if kind else tokens
@@ -420,7 +421,7 @@ def tell_omissions(index: dict, folder: Path) -> None:
     if index.get("skipped") and "left_out" not in index:  # of version 0.3
         warn_once(f"{folder}: {index['skipped']} bad rows were left out when it was prepared")
     for what, (count, first) in index.get("notes", {}).items():
-        warn_once(printable(f"{count} rows: {what}, first in {first}"))
+        warn_once(printable(f"{what}: {count} row{'s' * (count > 1)}, first in {first}"))
 
 
 def cores() -> int:
