@@ -31,13 +31,12 @@ source launch/env.sh
 verbs='train setup recipes status logs attach stop doctor sync top'
 verb=train
 case ${1-@} in
-  help | -h | --help) verb=help ;;
-  @* | -*) ;;
+  help | @* | -*) ;;
   *)
     [[ " $verbs " == *" $1 "* ]] || complain "'$1' is not a verb: $verbs. A recipe begins with @, a flag with --."
     verb=$1 && shift ;;
 esac
-[[ ${1-} != -h && ${1-} != --help ]] || verb=help
+[[ ! ${1-} =~ ^(help|-h|--help)$ ]] || verb=help
 [[ ! $verb =~ ^(recipes|setup)$ || ! $* ]] || complain "$verb takes no arguments, not $*"
 case $verb in
   help)

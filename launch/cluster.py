@@ -41,7 +41,7 @@ from filelock import SoftFileLease, Timeout
 
 from config import parse_args
 from doctor import PATIENCE, Host, ask, check_command, columns, read_job, say, survey, verb_doctor, verb_sync
-from lib.files import FULL, ROOT, fill_old_lock, free_space
+from lib.files import FULL, fill_old_lock, free_space
 from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
@@ -316,11 +316,10 @@ FLAGS = {  # of the verbs that apply to a run
 def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, flags)"""
     flags = Parser(FLAGS[verb], prog=f"launch.sh {verb}", add_help=False).parse_args(words)
-    out = flags.out or max(Path("runs").glob("*/"), key=lambda run: read_status(run).get("time", 0), default=None)
-    if not out or not out.is_dir():
-        raise UserError(f"{Path.cwd()} has no run {out or 'runs/*'}. Give --out DIR, or start one: bash launch.sh")
+    runs = Path("runs")
+    out = flags.out or max(runs.glob("*/"), key=lambda run: read_status(run).get("time", 0), default=runs)
     if not any((out / name).exists() for name in ("status.json", "log.txt", "checkpoints")):
-        raise UserError(f"{out} is not a run folder: it has no status.json, log.txt or checkpoints/")
+        raise UserError(f"{out.absolute()} is not a run folder. Give --out DIR, or start a run: bash launch.sh")
     return out, flags
 
 
@@ -369,9 +368,9 @@ def check(hosts: list[Host], job: dict) -> bool:
 
 
 def session_of(out: Path, number: int) -> str:
-    """The tmux session of a run's n-th node. The hash of the checkout's and the run's path makes it this run's alone:
-    other checkouts have runs of the same name."""
-    digest = hashlib.sha256(f"{ROOT.resolve()}\n{out.resolve()}".encode()).hexdigest()
+    """The tmux session of a run's n-th node. The hash of the run's path makes it this run's alone: other folders have
+    runs of the same name."""
+    digest = hashlib.sha256(str(out.resolve()).encode()).hexdigest()
     name = re.sub(r"[^\w-]", "_", f"flatland-{out.name}-{digest[:6]}", flags=re.A)
     return name + f"-{number}" * (number > 0)
 

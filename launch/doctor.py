@@ -225,18 +225,17 @@ def verb_sync(words: list[str]) -> None:
 
 
 def copy_files(host: Host, job: dict) -> str:
-    """Copies what differs to the host's same path, and all of .venv if its list of packages does -> the problem."""
-    files, root = own_files() | {INSTALLED: hash_of(INSTALLED)}, shlex.quote(str(ROOT))
-    answer = host.call(job, "probe", 60, files=files, cwd=str(ROOT))
-    # A host without node.py, or with an old one, gets everything.
-    if differ := {".venv" if ".venv" in name else name for name in answer.get("differ", files)}:
-        # The list of packages comes last: a copy that was interrupted does not look complete.
-        pack = f"tar -cf - --exclude={INSTALLED} {shlex.join(differ)} && tar -cf - {INSTALLED}"
-        unpack = f"mkdir -p {root} && tar -C {root} -xif -"
-        copy = f"({pack}) | {shlex.join([*host.ssh(job['ssh']), unpack])}"
-        done = subprocess.run(["bash", "-o", "pipefail", "-c", copy], cwd=ROOT)
-        if done.returncode:
-            return f"{host.label}: the copy failed with status {done.returncode}"
+    """Copies the code to the host's same path, and .venv if its list of packages differs -> the problem."""
+    installed, root = {INSTALLED: hash_of(INSTALLED)}, shlex.quote(str(ROOT))
+    differ = host.call(job, "probe", 60, files=installed, cwd="/").get("differ", True)  # without node.py: everything
+    names = shlex.join([*own_files(), *[".venv"] * bool(differ)])
+    # The list of packages comes last: a copy that was interrupted does not look complete.
+    pack = f"tar -cf - --exclude={INSTALLED} {names} && tar -cf - {INSTALLED}"
+    unpack = f"mkdir -p {root} && tar -C {root} -xif -"
+    copy = f"({pack}) | {shlex.join([*host.ssh(job['ssh']), unpack])}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", copy], cwd=ROOT)
+    if done.returncode:
+        return f"{host.label}: the copy failed with status {done.returncode}"
     say(f"{host.label}: has the files of this folder")
     return ""
 

@@ -12,7 +12,6 @@ host. A process belongs to an attempt if its variable TORCHELASTIC_ERROR_FILE is
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,6 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -299,8 +297,7 @@ def query(fields):
 def probe(request):
     """Facts about a host for a launch. gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use; differ:
     the request's files that are missing here or have another hash."""
-    if not os.path.isdir(request["cwd"]):
-        return {"refused": f"it lacks the folder {request['cwd']}, to which relative paths refer"}
+    os.stat(request["cwd"])  # the error refuses a host that lacks the folder to which relative paths refer
     gpus, visible = query("index"), {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
@@ -325,16 +322,10 @@ def run(request):
 def choose_interface(address):
     """Makes gloo and NCCL use the network interface of this address. gloo would look up its own hostname, which
     Debian's /etc/hosts maps to 127.0.1.1."""
-    name = "lo" if address.startswith("127.") else ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, interface in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    name = interface
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=`: every name that begins like this
+    shown = "1: lo" if address.startswith("127.") else subprocess.getoutput(f"ip -o addr show to {address}")
+    if match := re.match(r"\d+: (\S+)", shown):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", match[1])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={match[1]}")  # without `=`: every name that begins like this
 
 
 def log_folder(request):
@@ -413,7 +404,7 @@ def measure(address):
     from torch.utils.benchmark import Timer
 
     facts = {"torch": f"{torch.__version__} python {platform.python_version()}", "TFLOP/s": [], "MB/s": 0}
-    facts["problems"] = [f"install {name}" for name in ("tmux", "gcc") if not shutil.which(name)]
+    facts["problems"] = [f"lacks {name}" for name in ("tmux", "gcc", "ip") if not shutil.which(name)]
     for gpu in range(torch.cuda.device_count()):
         torch.cuda.set_device(gpu)
         x = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")

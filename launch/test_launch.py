@@ -260,10 +260,10 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
 
 @pytest.mark.parametrize("words, message", [
     (["recipe"], "'recipe' is not a verb: train setup recipes"), (["recipes/default.args"], "A recipe begins with @"),
-    (["status", "--out", "runs/absent"], "has no run runs/absent"), (["logs", "--nproc", "1"], "--nproc"),
-    (["logs"], "has no run runs/*"), (["--end", "mistake"], "error: found a mistake"),
+    (["status", "--out", "runs/absent"], "runs/absent is not a run folder"), (["logs", "--nproc", "1"], "--nproc"),
+    (["logs"], "runs is not a run folder"), (["--end", "mistake"], "error: found a mistake"),
     (["--nproc", "0"], "0 must be at least 1"), (["--hosts", ""], "'' is not a host"),
-    (["sync", "--hosts", ""], "'' is not a host"), (["status", "--out", ""], ". is not a run folder"),
+    (["sync", "--hosts", ""], "'' is not a host"), (["status", "--out", ""], " is not a run folder"),
     (["--retries", ""], "--retries"), (["", "--steps", "1"], "'' is not a verb"),
     (["stop", "--out", "launch"], "launch is not a run folder"), (["recipes", "x"], "recipes takes no arguments"),
 ])  # fmt: skip
