@@ -132,7 +132,7 @@ class Log:
         self.mesh = mesh_shape(config.shard_size, self.ranks.world_size)  # replicas, shards
         self.trackers = {}
         self.drawing = None  # a process that draws
-        self.drawn_at, self.draw_seconds, self.step_seconds = -math.inf, 0.0, math.inf
+        self.drawn_at, self.draw_seconds, self.step_seconds = -math.inf, 1.0, 0.0  # the first imports matplotlib
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
             keep_records(self.file, start)

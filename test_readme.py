@@ -337,7 +337,7 @@ from rope import rope_frequencies
 from lib.tokenizer import load_tokenizer
 from lib.families import config_json, read_config
 
-log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda _: None)  # these take seconds
+log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda *_, **__: None)  # these take seconds
 
 base = "--compile none --dtype fp32 --seq_len 32 --micro_batch 2 --eval_every 0 --log_every 1 --schedule constant"
 base += " --state_dtype bf16 --warmup_steps 0 --data rows.fasta --text_field sequence --model tiny-relu2"

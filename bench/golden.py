@@ -160,7 +160,7 @@ def train_all(dtype: str) -> None:
     environment selects the instruction set."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # loads its modules before the forks
     log.peak_flops = lambda *_: (1e12, "not measured")  # this and the plots take time and do not affect losses
-    log.Log.draw = lambda self: None
+    log.Log.draw = lambda *_, **__: None
     rows.CACHE = Path("cache").resolve()
     write_data(Path())
     with contextlib.ExitStack() as stack:
