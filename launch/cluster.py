@@ -71,12 +71,10 @@ def read_status(out: Path) -> dict:
     return read_json(out / "status.json")
 
 
-def read_launch(out: Path) -> dict:
-    return read_json(out / "logs/launch.json")
-
-
-def hosts_of(launch: dict) -> list[Host]:
-    return [Host(**h) for h in launch.get("hosts", [])]
+def read_launch(out: Path) -> tuple[dict, list[Host]]:
+    """The run's last launch: its job, as `attempt` writes it, and its hosts; both are empty without one."""
+    launch = read_json(out / "logs/launch.json")
+    return launch, [Host(**fields) for fields in launch.pop("hosts", [])]
 
 
 def is_held(path: Path) -> bool:
@@ -105,7 +103,7 @@ def state_of(out: Path) -> State:
     elif not supervised and state not in EXIT:
         if not is_held(out / "lock"):  # of the job, see lib/run.py
             state, message = "failed", "dead: it ended without a message"
-        elif status.get("attempt") == read_launch(out).get("id", ""):
+        elif status.get("attempt") == read_launch(out)[0].get("id", ""):
             message = "but its launcher is gone: nobody would relaunch it"
     return State(state, status.get("step", 0), message)
 
@@ -146,36 +144,29 @@ class Supervisor:
             if newest > saved:
                 saved, tries = newest, 0
             if tries == self.job["retries"]:
-                self.give_up(tries)
-                return
+                break
             pause = self.job["retry_pause"] * 2**tries
             tries += 1
             start = newest or "the start"
             self.report(f"Relaunching from {start} in {pause} s: try {tries} of {self.job['retries']}")
             self.write_status("waiting", end.message)
-            self.wait_for_hosts(pause)
-
-    def wait_for_hosts(self, pause: float) -> None:
-        """Waits `pause` seconds, and then until all hosts answer."""
-        begin = time.monotonic()
-        while (waited := time.monotonic() - begin) < self.job["host_wait"] and not self.stop_requested():
-            if waited > pause and not (self.ask("look") and self.silent()):
-                return
-            time.sleep(LOOK)
+            time.sleep(pause)
+            limit = time.monotonic() + self.job["host_wait"]
+            while time.monotonic() < limit and not self.stop_requested() and self.ask("look") and self.silent():
+                time.sleep(LOOK)
+        else:  # it has not failed, or is not wanted any more
+            return
+        if tries:
+            self.report(f"Gave up after {tries} tries without progress")
+        silent = self.silent()
+        names = ", ".join(host.label for host in silent)
+        others = ",".join(host.name for host in self.hosts if host not in silent)
+        if silent and others:
+            self.report(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
 
     def silent(self) -> list[Host]:
         """The hosts that have not answered."""
         return [host for host in self.hosts if "silent" in host.last]
-
-    def give_up(self, tries: int) -> None:
-        """Says why the run is not relaunched, and how to continue if some hosts do not answer."""
-        if tries:
-            self.report(f"Gave up after {tries} tries without progress")
-        silent = self.silent()
-        others = ",".join(host.name for host in self.hosts if host not in silent)
-        if silent and others:
-            names = ", ".join(host.label for host in silent)
-            self.report(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
 
     def attempt(self) -> State:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
@@ -403,48 +394,44 @@ def verb_logs(out: Path, flags: argparse.Namespace) -> int:
     return follow(out, "-n 50")
 
 
-def find_host(launch: dict, label: str | None) -> Host:
+def find_host(hosts: list[Host], label: str | None) -> Host:
     """The run's host of this label or name; the first one for None."""
-    if not launch:
-        raise UserError("launch.sh did not start this run: it has no session and no logs of hosts")
-    for host in hosts_of(launch):
+    for host in hosts:
         if label in (None, host.label, host.name):
             return host
-    raise UserError(f"launch.sh started no host '{label}' for this run; `bash launch.sh status` lists them")
+    raise UserError(f"launch.sh started no host '{label or ''}' for this run; `bash launch.sh status` lists them")
 
 
 def output_files(out: Path, which: str) -> list[Path]:
     """The output files of one host, or of one rank, in the newest attempt. The ranks are in the order of the hosts."""
-    launch = read_launch(out)
-    ranks = [(h, f"*/attempt_*/{i}/*.log") for h in hosts_of(launch) for i in range(h.slots)]
+    launch, hosts = read_launch(out)
+    ranks = [(h, f"*/attempt_*/{i}/*.log") for h in hosts for i in range(h.slots)]
     if which.isdigit() and int(which) < len(ranks):
         host, pattern = ranks[int(which)]
     else:
-        host, pattern = find_host(launch, which), "**/*.log"
+        host, pattern = find_host(hosts, which), "**/*.log"
     return sorted((out / "logs" / host.label / launch["id"]).glob(pattern))
 
 
 def verb_status(out: Path, flags: argparse.Namespace) -> None:
-    launch, now = read_launch(out), state_of(out)
+    launch, hosts = read_launch(out)
+    now = state_of(out)
     batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
     rows = {"run": str(out), "state": now.state, "step": str(now.step), "message": now.message}
     say(columns([*rows.items(), ("last batch", "".join(batches[-1:]))]))
-    if hosts := hosts_of(launch):
-        ask(hosts, launch, "look", gpus=True)
-        say(columns([("host", "session", "ranks", "load in %, memory in MiB of each GPU"), *map(host_row, hosts)]))
-
-
-def host_row(host: Host) -> tuple:
-    """A host's line in the table of `status`."""
-    if host.problem:
-        return host.label, host.session, "?", host.problem
-    answer = host.last
-    ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
-    return host.label, host.session, ranks, "; ".join(answer["gpus"])
+    ask(hosts, launch, "look", gpus=True)
+    table = [("host", "session", "ranks", "load in %, memory in MiB of each GPU")]
+    for host in hosts:
+        answer = {"ranks": "?", "gpus": [host.problem]} | host.last
+        ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
+        table.append((host.label, host.session, ranks, "; ".join(answer["gpus"])))
+    if hosts:
+        say(columns(table))
 
 
 def verb_stop(out: Path, flags: argparse.Namespace) -> int:
-    launch, now, request_file = read_launch(out), state_of(out), out / "logs/stop"
+    launch, hosts = read_launch(out)
+    now, request_file = state_of(out), out / "logs/stop"
     if now.ended:
         say(f"{out} is not running: {now.state}")
         return 0
@@ -458,13 +445,13 @@ def verb_stop(out: Path, flags: argparse.Namespace) -> int:
         request_file.parent.mkdir(exist_ok=True)
         request_file.write_text("now" * at_once)
     if at_once:
-        ask(hosts_of(launch), launch, "sweep")
+        ask(hosts, launch, "sweep")
     return follow(out, start)
 
 
 def verb_attach(out: Path, flags: argparse.Namespace) -> None:
-    launch = read_launch(out)
-    host = find_host(launch, flags.which)
+    launch, hosts = read_launch(out)
+    host = find_host(hosts, flags.which)
     command = f"tmux attach -t ={host.session}"
     if not host.local:
         command = shlex.join([*host.ssh(f"-t {launch['ssh']}"), command])
