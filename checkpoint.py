@@ -28,7 +28,7 @@ import time
 import zlib
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
@@ -67,7 +67,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import LANES, Config, fields_that_resume
+from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from lib.machine import available_memory
@@ -91,8 +91,7 @@ TOLERANCE = {
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 # Folders that a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
 MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")
-# The files in them; format 3 has names like rank-00000-of-00008.
-WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")
+WRITTEN = re.compile(r"rank-[-0-9]+\.safetensors|manifest\.json(\.tmp-.*)?")  # the files in them
 logger = logging.getLogger("flatland")
 
 
@@ -104,7 +103,7 @@ class Layout:
     dtype: str
     dim: int
     parts: int
-    file: str | list[str] = ""  # with its shards: * stands for the rank; in format 3 a name for each rank
+    file: str = ""  # the files with its shards: * stands for the rank
 
     def slices(self, index: int) -> Slices:
         """Where a shard lies in the tensor."""
@@ -115,9 +114,9 @@ class Layout:
         return getattr(torch, self.dtype), tuple(s.stop - s.start for s in self.slices(index))
 
 
-def file_name(file: str | list[str], rank: int) -> str:
+def file_name(file: str, rank: int) -> str:
     """The file that a rank wrote. file: as in a Layout."""
-    return file[rank] if isinstance(file, list) else file.replace("*", f"{rank:05d}")
+    return file.replace("*", f"{rank:05d}")
 
 
 # ---- saving
@@ -369,33 +368,16 @@ def read_manifest(folder: Path) -> dict:
     text = retry(path.read_bytes, path)
     try:
         manifest = json.loads(text)
-        if manifest["format"] not in (3, FORMAT):
-            raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT}")
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT} (README.md)")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it belongs to step {manifest['step']}")
-        if manifest["format"] == 3:
-            manifest["tensors"] = _layouts_of_format_3(manifest["files"])
-        else:
-            manifest["tensors"] = {key: Layout(**layout) for key, layout in manifest["tensors"].items()}
+        manifest["tensors"] = {key: Layout(**layout) for key, layout in manifest["tensors"].items()}
     except Exception as e:
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
-
-
-def _layouts_of_format_3(rows: list[dict]) -> dict[str, Layout]:
-    """Format 3 stored the place of each shard in the row of its file; this collects them by tensor, in the order of
-    ranks. Empty shards were left out, which does not change where the others lie."""
-    layouts = {}
-    for row in rows:
-        row["part"] = int(row["file"][5:10])
-        for key, place in row.pop("tensors").items():
-            layout = layouts.setdefault(key, Layout(place["whole"], place["dtype"], dim=0, parts=0, file=[]))
-            layout.dim = next((dim for dim, start in enumerate(place["start"]) if start), 0)
-            layout.parts += 1
-            layout.file.append(row["file"])
-    return layouts
 
 
 def _check_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: dict) -> None:
@@ -454,9 +436,10 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """The settings of the run that saved it."""
-        values = self.manifest["config"].items()
-        return self._rebuild(Config, {k: tuple(v) if isinstance(v, list) else v for k, v in values})
+        """The settings of the run that saved it, without flags that this version does not have."""
+        saved = self.manifest["config"]
+        values = {f.name: saved[f.name] for f in fields(Config) if f.name in saved}
+        return self._rebuild(Config, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
     @property
     def model_config(self) -> ModelConfig:
@@ -536,7 +519,7 @@ def keep_defaults(config: Config) -> Config:
         return config
     for folder in _candidates(config):
         if manifest := read_json(folder / "manifest.json"):
-            saved = {"lanes": LANES} | manifest.get("config", {})
+            saved = manifest.get("config", {})
             return replace(config, **{name: saved[name] for name in absent & saved.keys()})
     return config
 
@@ -557,7 +540,7 @@ def _candidates(config: Config) -> list[Path]:
 def changes(resume_from: Checkpoint, config: Config) -> dict[str, list]:
     """{name: [old, new]} of the settings that differ from the checkpoint's, except settings that may always change."""
     new, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
-    old = default | {"lanes": LANES} | resume_from.manifest["config"]  # flags that were added later had their default
+    old = default | resume_from.manifest["config"]  # flags that were added later had their default
     return {k: v for k, v in _differing(old, new).items() if k not in fields_that_resume("free")}
 
 

@@ -197,9 +197,6 @@ class Loader:
 
     def load_state_dict(self, state: dict) -> None:
         """Goes on from a position of state_dict, of any rank or number of ranks. UserError if it is of other data."""
-        if len(str(state.get("data"))) == 16:
-            log.warning("The checkpoint is of version 0.2: whether its data are the same is not known")
-            state = state | {"data": self.fingerprint}
         for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
                 fix = "give the same --data and --seq_len, or a new --out"

@@ -275,32 +275,6 @@ def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path
     assert open_file.cache_info().maxsize <= checkpoint.OPEN_FILES < 100
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5, 8])
-def test_a_checkpoint_in_format_3_is_read(tmp_path, ranks):
-    """Its manifest had a row for each part, also of tensors with fewer rows than ranks."""
-    tensors = {"model.a": torch.randn(3, 2), "model.b": torch.randn(10, 4), "model.c": torch.randn(9)}
-    saved = simulate_ranks(tmp_path / "run", tensors, ranks)
-
-    def make_old(manifest: dict) -> None:
-        layouts = manifest.pop("tensors")
-        manifest["format"] = 3
-        for row in manifest["files"]:
-            part, places = row.pop("part"), {}
-            for key, layout in layouts.items():
-                slices = shard_slices(layout["shape"], 0, ranks, part)
-                if shape := [s.stop - s.start for s in slices if s.stop > s.start]:
-                    place = {"start": [s.start for s in slices], "shape": shape, "whole": layout["shape"]}
-                    places |= {key: place | {"dtype": "float32"}} if shape[1:] == layout["shape"][1:] else {}
-            row |= {"file": checkpoint.file_name(row["file"], part), "tensors": places}
-
-    rewrite(saved.folder, make_old)
-    assert checkpoint.verify(tmp_path / "run") == [(1, True, "")]
-    old = checkpoint.Checkpoint(saved.folder)
-    for key, tensor in tensors.items():
-        for slices in ([slice(0, n) for n in tensor.shape], [slice(1, 3), *map(slice, tensor.shape[1:])]):
-            assert torch.equal(old.read(key, tuple(slices)), tensor[tuple(slices)])
-
-
 READS = [  # functions that read a file in a verification and a load
     ("pathlib.Path.read_bytes", "manifest.json"), ("lib.folders.open", "rank-00000.safetensors"),
     ("lib.files.open", "rank-00000.safetensors"), ("lib.folders.TensorFile._read_run", "rank-00000.safetensors"),

@@ -158,14 +158,6 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
         loader.sources[0].read(790, 801)
 
 
-def test_positions_of_version_0_2(tmp_path, caplog):
-    """Their fingerprints, which are shorter, are of other samples."""
-    loader = make_loader(config(prepared(tmp_path / "d", 3)))
-    state = loader.state_dict()
-    loader.load_state_dict(state | {"data": state["data"][:16]})
-    assert loader.state_dict() == state and "is of version 0.2" in caplog.text
-
-
 @pytest.mark.parametrize("name, is_val", [
     ("fineweb_val_000000", 1), ("x-VAL-1", 1), ("my.validation", 1), ("val01", 1), ("eval", 0), ("valley", 0),
 ])  # fmt: skip
