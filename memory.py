@@ -170,7 +170,11 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     Memory changes evenly from block to block, so no block in between needs most, and two short models tell the rest."""
     wrapped, n = _is_wrapped(config, cluster), config.model_config.n_layers
     passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
-    two, three = (_trace_blocks(replace(config, n_layers=blocks, batch_tokens=0), wrapped, passes) for blocks in (2, 3))
+    # Fields without influence get one value: a trace is kept for all plans that share it.
+    config = replace(
+        config, batch_tokens=0, state_dtype="fp32", save_async=True, offload="none", offload_activations=False
+    )
+    two, three = (_trace_blocks(replace(config, n_layers=blocks), wrapped, passes) for blocks in (2, 3))
     inputs = _kept_inputs(config)
     kept = n * inputs, n * inputs, inputs, 0, 0
     return [a + (n - 2) * (b - a) + extra for a, b, extra in zip(two, three, kept, strict=True)]

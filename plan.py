@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -234,44 +235,77 @@ def memory_line(config: Config, cluster: Cluster) -> str:
 
 def summary(plan: Plan) -> str:
     config, cluster, gpu = plan.config, plan.cluster, plan.cluster.gpu
-    hours = config.steps * plan.seconds / 3600
-    slow = _largest(plan.times, 0.02 * plan.seconds)
-    times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
-    kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
-    price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
-    saved, kept, flags = checkpoint_bytes(config), config.keep + 1, f"--keep {config.keep}"
-    if config.keep_every:
-        kept += config.steps // (config.save_every * config.keep_every)
-        flags += f", --keep_every {config.keep_every}"
-    rate = config.batch_tokens / plan.seconds / cluster.ranks
-    parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
-    mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
     needs = ", ".join(f"each {place} needs {plan.needs(place):,.0f} GiB" for place in plan.lacking())
-    others = "the GPUs do; " * ("GPU" not in plan.lacking())
-    verdict = f"it does not fit: {others}{needs}" if needs else "it fits"
+    verdict = f"it does not fit: {needs}" if needs else "it fits"
+    parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
     assumed = " (assumed; --host_gib)" * (cluster.host_gib == HOST_GIB)
-    return (
+    saved = checkpoint_bytes(config)
+    for_good = config.steps // (config.save_every * config.keep_every) if config.keep_every else 0
+    kept = for_good + config.keep + 1  # one is being written
+    text = (
         f"{config.model}, {parameters / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
         f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}: {verdict}.\n"
         f"  each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB{assumed}\n"
-        f"  disk: {amount(saved)} a checkpoint, {amount(kept * saved)} for {flags} and the one being written\n"
-        f"  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
+        f"  disk: {amount(saved)} a checkpoint, {amount(kept * saved)} for the {kept} that exist at a time"
+    )
+    if needs:
+        return text
+    rate = config.batch_tokens / plan.seconds / cluster.ranks
+    mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
+    slow = _largest(plan.times, 0.02 * plan.seconds)
+    times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
+    hours = config.steps * plan.seconds / 3600
+    kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
+    price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
+    return (
+        f"{text}\n  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
         f"  time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
         f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price * (cluster.price > 0)}"
     )
 
 
 def advice(argv: list[str], plan: Plan) -> str:
-    """The flags that lower the memory where it is lacking, with the GiB that each saves alone, the most first."""
-    place, *_ = plan.lacking()
-    saved = {}  # GiB by flag
-    for name, value in (LOWER_MEMORY | {"context_parallel": plan.cluster.gpus}).items():
-        flags = f"--{name}={value}", f"--batch_tokens={plan.config.batch_tokens}"
+    """The flags that lower the memory where it is lacking, in the order of their cost in speed, with the GiB that each
+    saves alone; and the cheapest combination that fits."""
+    (place, room), *_ = plan.lacking().items()
+
+    def attempt(flags: list[str]) -> Plan | None:
+        words = " ".join([*flags, f"--batch_tokens {plan.config.batch_tokens}"]).split()
         with contextlib.suppress(UserError):  # of flags that exclude each other
-            saved[f"--{name} {value}"] = plan.needs(place) - predict(*parse([*argv, *flags])).needs(place)
-    best = "; ".join(f"{flag} ({size:,.1f} GiB)" for size, flag in _largest(saved, 0.1))
-    return f"What lowers it on each {place}, and by how much alone: {best}; more machines; a smaller model"
+            return predict(*parse([*argv, *words]))
+
+    flags, saved = [*LOWER_MEMORY, f"--context_parallel {plan.cluster.gpus}"], {}
+    for flag in flags:
+        if alone := attempt([flag]):
+            saved[flag] = plan.needs(place) - alone.needs(place)
+    listed = "; ".join(f"{flag} ({size:,.1f} GiB)" for flag, size in saved.items() if size >= 0.1)
+    chosen, best = _cheapest(attempt, flags)
+    verdict = "No combination fits" if best.lacking() else "The cheapest combination that fits"
+    more = ["a smaller model lowers it too", "more machines and a smaller model lower it too"][plan.cluster.nodes > 1]
+    return (
+        f"What lowers it on each {place}, the cheapest in speed first, and by how much alone: {listed}; {more}\n"
+        f"{verdict}: `{' '.join(chosen)}` needs {best.needs(place):,.1f} of {room:,.1f} GiB"
+    )
+
+
+def _cheapest(attempt: Callable[[list[str]], Plan | None], flags: list[str]) -> tuple[list[str], Plan]:
+    """The combination of flags, sorted by their cost, that fits and whose most expensive flag is the cheapest; or the
+    last one that was tried, if none fits. -> (the flags, their plan)"""
+    chosen = []
+    for flag in flags:
+        for others in (chosen, chosen[:-1]):  # --offload cpu excludes --quantize nf4
+            if plan := attempt([*others, flag]):
+                chosen, best = [*others, flag], plan
+                break
+        if not best.lacking():
+            break
+    for flag in reversed(chosen):  # the most expensive first: is it needed?
+        fewer = [other for other in chosen if other != flag]
+        plan = attempt(fewer)
+        if plan and not plan.lacking():
+            chosen, best = fewer, plan
+    return chosen, best
 
 
 # ---- the command
@@ -296,17 +330,17 @@ ABOUT = {
     "usage": "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]",
     "description": "Estimates the memory, the speed and the cost of a run.",
 }
-LOWER_MEMORY = {  # flags that lower the memory of a run
-    "micro_batch": 1,
-    "state_dtype": "bf16",
-    "checkpointing": "block",
-    "offload_activations": True,
-    "param_dtype": "bf16",
-    "offload": "cpu",
-    "lora": 16,
-    "quantize": "nf4",
-    "save_async": False,
-}
+LOWER_MEMORY = [  # flags that lower the memory of a run, in the order of their cost in speed
+    "--micro_batch 1",
+    "--save_async off",
+    "--state_dtype bf16",
+    "--param_dtype bf16",
+    "--checkpointing block",
+    "--offload_activations on",
+    "--lora 16",
+    "--lora 16 --quantize nf4",
+    "--offload cpu",
+]
 
 
 def parse(argv: list[str]) -> tuple[Config, Cluster]:

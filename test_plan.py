@@ -115,37 +115,58 @@ def planned(words: str) -> plan.Plan:
     return plan.predict(*plan.parse(words.split()))
 
 
-def test_a_newcomer_learns_whether_8b_fits_on_one_card_and_how(capsys):
-    words = "--model llama3.1-8b --seq_len 4096 --micro_batch 1"
-    status, out, _ = answer(capsys, f"{words} --gpu h100-80")
-    assert status == 0
-    assert ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB" in out
-    advice = re.findall(r"(--\w+ \w+) \(([\d.]+) GiB\)", out)
-    assert sorted(advice, key=lambda row: -float(row[1])) == advice
-    assert {"--lora 16", "--offload cpu", "--state_dtype bf16"} < {flag for flag, _ in advice}
-    needs = float(re.search("each GPU: ([0-9.]+) GiB", out)[1])
-    for flag, saved in advice[::3]:
-        alone = planned(f"{words} {flag} --batch_tokens 4096").needs("GPU")
-        assert alone == pytest.approx(needs - float(saved), abs=0.11), flag
-    status, out, _ = answer(capsys, f"{words} --param_dtype bf16 --state_dtype bf16 --price 2")
-    assert status == 0
-    assert "it fits" in out
-    assert " at $2 per GPU-hour" in out
-    assert "What lowers" not in out
+ORDER = [*plan.LOWER_MEMORY, "--context_parallel 8"]
+
+
+@pytest.mark.parametrize("words, message, cheapest", [
+    ("--model llama3.1-8b --seq_len 4096 --micro_batch 1",
+     ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB.\n",
+     "--state_dtype bf16 --param_dtype bf16"),
+    ("--model llama3.1-8b --seq_len 2048 --micro_batch 4 --gpu rtx4090", " each GPU needs 136 GiB.\n",
+     "--checkpointing block --lora 16"),
+    ("--model mixtral-8x7b --gpu h100-80", " each GPU needs 727 GiB.\n", "--offload cpu"),  # experts have no adapters
+    ("@recipes/llama3.1-405b.args --gpus 8", "it does not fit: each host needs 6,860 GiB.\n", "--lora 16"),
+])  # fmt: skip
+def test_a_newcomer_learns_what_makes_a_run_fit(capsys, monkeypatch, words, message, cheapest):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the plan is not for this machine
+    status, out, _ = answer(capsys, words)
+    assert status == 0 and message in out
+    assert not re.search("tokens/s|hours|kWh", out)  # of a run that cannot start
+    alone = re.findall(r"(--[^(;\n]+) \(([\d,.]+) GiB\)", out)
+    assert [flag for flag, _ in alone] == [flag for flag in ORDER if flag in dict(alone)]  # by cost in speed
+    assert {"--lora 16", "--state_dtype bf16"} <= {flag for flag, _ in alone} or "mixtral" in words
+    place, run = re.search("What lowers it on each (GPU|host)", out)[1], planned(words)
+    batch = f"--batch_tokens {run.config.batch_tokens}"
+    for flag, saved in alone[::3]:
+        needs = run.needs(place) - planned(f"{words} {flag} {batch}").needs(place)
+        assert needs == pytest.approx(float(saved.replace(",", "")), abs=0.11), flag
+    assert f"\nThe cheapest combination that fits: `{cheapest}` needs " in out
+    assert not planned(f"{words} {cheapest} {batch}").lacking()
+    for flag in re.findall(r"--\w+ \w+", cheapest):
+        assert planned(f"{words} {cheapest.replace(flag, '')} {batch}").lacking(), flag
+
+
+def test_a_run_that_no_flags_make_fit(capsys):
+    words = "--model llama3.1-405b --gpu rtx4090 --host_gib 64"
+    _, out, _ = answer(capsys, words)
+    assert "; a smaller model lowers it too\nNo combination fits: `" in out and "more machines" not in out
+    _, out, _ = answer(capsys, f"{words} --nodes 2")
+    assert "; more machines and a smaller model lower it too\nNo combination fits: `" in out
+
+
+def test_what_fits_has_a_speed_and_a_price(capsys):
+    words = "--model llama3.1-8b --seq_len 4096 --micro_batch 1 --param_dtype bf16 --state_dtype bf16 --price 2"
+    status, out, _ = answer(capsys, words)
+    assert status == 0 and "it fits" in out and " at $2 per GPU-hour" in out and "What lowers" not in out
 
 
 def test_gpus_and_hosts_are_judged_apart(capsys, monkeypatch):
     words = "@recipes/llama3.1-405b.args --gpus 8"
-    _, out, _ = answer(capsys, words)
-    assert "it does not fit: the GPUs do; each host needs 6,860 GiB.\n" in out
-    assert "of 2,048 GiB (assumed; --host_gib)" in out
-    assert re.search(r"on each host.*: --lora 16 \(5,8", out)
+    assert "of 2,048 GiB (assumed; --host_gib)" in plan.summary(planned(words))
     _, out, _ = answer(capsys, f"{words} --host_gib 7000")
-    assert "it fits" in out
-    assert "of 7,000 GiB\n" in out
-    assert re.search(
-        "each GPU needs 8.. GiB, each host needs 4,560 GiB", plan.summary(planned(f"{words} --offload none"))
-    )
+    assert "it fits" in out and "of 7,000 GiB\n" in out
+    both = plan.summary(planned(f"{words} --offload none"))
+    assert re.search("each GPU needs 8.. GiB, each host needs 4,560 GiB", both)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(machine, "available_memory", lambda: 2**40)
