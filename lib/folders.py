@@ -12,6 +12,7 @@ with SIGBUS. The library's own plain reads (backend="pread") read a whole tensor
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
 import errno
+import json
 import math
 import os
 import re
@@ -49,6 +50,7 @@ Slices = tuple[slice, ...]
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
 IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 HEAD = "lm_head.weight"
+FLOATS = torch.float32, torch.float16, torch.bfloat16  # the dtypes that weights may have
 
 
 class Piece(NamedTuple):
@@ -126,20 +128,18 @@ class TensorFile:
         try:
             self.file = open(self.path, "rb")  # noqa: SIM115
             head = self.file.read(512)
-            checked = safe_open(self.path, "pt", backend="pread")
+            safe_open(self.path, "pt", backend="pread")
         except (*MISSING_FILE, SafetensorError) as e:
             if code := _code_of(e) or (errno.EMFILE if head and isinstance(e, OSError) else 0):
                 raise OSError(code, os.strerror(code)) from None  # the library calls it a missing file
             content = describe_content(head) or "missing, damaged, cut short or not a safetensors file"
             raise UserError(f"{self.path} is {content}: {str(e)[:500]}") from None
-        start = 8 + int.from_bytes(head[:8], "little")
-        for name in checked.offset_keys():
-            row = checked.get_slice(name)
-            dtype, shape = DTYPES.get(row.get_dtype()), tuple(row.get_shape())
-            if not dtype:
-                raise UserError(f"{self.path}: {name!r} has the dtype {row.get_dtype()}, which is not supported")
-            self.entries[name], self.starts[name] = (dtype, shape), start
-            start += math.prod(shape) * dtype.itemsize
+        header_size = int.from_bytes(head[:8], "little")
+        self.file.seek(8)
+        for name, row in json.loads(self.file.read(header_size)).items():
+            if name != "__metadata__":
+                self.entries[name] = DTYPES.get(row["dtype"], row["dtype"]), tuple(row["shape"])
+                self.starts[name] = 8 + header_size + row["data_offsets"][0]
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Values in the file's dtype. One thread at a time."""
@@ -202,22 +202,22 @@ def _shift(ranges, origins):
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
     refuses it, and the bytes that are needed and free."""
-    retry(partial(_write, path, tensors), path)
+
+    def write() -> None:
+        try:
+            save_file(tensors, path, {"format": "pt"})
+        except SafetensorError as e:
+            code = _code_of(e) or errno.EIO
+            path.unlink(missing_ok=True)
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            room = f"it needs {amount(size)}, {amount(free_space(path)[0])} are free"
+            raise OSError(code, f"{os.strerror(code)}, {room}", str(path)) from None
+        path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    retry(write, path)
     progress.advance()
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        save_file(tensors, path, {"format": "pt"})
-    except SafetensorError as e:
-        code = _code_of(e) or errno.EIO
-        path.unlink(missing_ok=True)
-        room = f"it needs {amount(size)}, {amount(free_space(path)[0])} are free"
-        raise OSError(code, f"{os.strerror(code)}, {room}", str(path)) from None
-    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 # ---- reading
@@ -238,88 +238,77 @@ def find_files(folder: Path) -> list[Path]:
     table = read_object(index).get("weight_map")
     if not isinstance(table, dict):
         raise UserError(f"{index}: it has no weight_map")
-    names = set(map(str, table.values()))
+    names = {*map(str, table.values())}
     if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
         raise UserError(f"{folder} lacks {len(missing)} files that its index names: {sorted(missing)[:4]}")
     return [folder / name for name in sorted(names)]
 
 
-def open_weights(folder: Path, config: ModelConfig, reads_head: bool = True) -> Read:
+def open_weights(folder: Path, config: ModelConfig) -> Read:
     """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices) of our parameters,
-    in the files' dtype (the widest dtype of a fused parameter's tensors). reads_head: also compare the head that a tied
-    model's files may hold with the embedding; one rank of a job is enough."""
-    _check_config(folder, config)
-    return _reader(folder, pieces(config), find_files(folder), reads_head)
-
-
-def _refuse_other_head(file, embedding, read):
-    """Refuses a tied model's file whose head differs from the embedding, a Piece. Reads both, in blocks of rows."""
-    rows, dim = embedding.stored
-    blocks = [(slice(i, i + 4096), slice(0, dim)) for i in range(0, rows, 4096)]
-    if file.entries[HEAD][1] != embedding.stored or not all(
-        torch.equal(file.read(HEAD, b).float(), read("embed_tokens.weight", b).float()) for b in blocks
-    ):
-        raise UserError(
-            f"{file.path}: {HEAD} differs from the embedding, but config.json ties them: set its tie_word_embeddings to"
-            " false to use this head, as transformers does, or remove the tensor"
-        )
-
-
-def _reader(folder, plan, paths, reads_head=False):
-    """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
-    expected = {piece.name: piece.stored for row in plan.values() for piece in row}
-    stored, dtypes, head = {}, {}, None  # stored: the file of each tensor, and its name there
-    for file in map(TensorFile, paths):
-        for name in file.entries:
-            # Files that were saved without the head lack the names' first part.
-            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
-            if full in stored:
-                raise UserError(f"{file.path}: {full!r} is stored a second time")
-            if full in expected or not IGNORED.search(name):
-                stored[full] = file, name
-            elif name == HEAD:
-                head = file
-    missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
-    if missing or extra:
-        raise UserError(
-            f"{folder} does not fit the model. Missing {len(missing)}: {missing[:4]}. Unexpected {len(extra)}:"
-            f" {extra[:4]}"
-        )
-    for full, (file, name) in stored.items():
-        dtypes[full], shape = file.entries[name]
-        if dtypes[full] not in (torch.float32, torch.float16, torch.bfloat16) or shape != expected[full]:
-            raise UserError(
-                f"{file.path}: {name!r} has shape {list(shape)} and dtype {dtypes[full]}, expected"
-                f" {list(expected[full])} in float32, float16 or bfloat16"
-            )
-
-    def read_piece(piece, slices):
-        file, name = stored[piece.name]
-        values = file.read(name, slices[::-1] if piece.transposed else slices[-2:])
-        return values.T if piece.transposed else values
-
-    def read(name, slices):
-        row = plan[name]
-        dtype = reduce(torch.promote_types, (dtypes[piece.name] for piece in row))
-        sources = ((piece.place, partial(read_piece, piece)) for piece in row)
-        return assemble(slices, [s.stop for s in row[-1].place], dtype, sources)
-
-    if head and reads_head:
-        _refuse_other_head(head, *plan["embed_tokens.weight"], read)
-    return read
-
-
-def _check_config(folder, config):
-    """Refuses weights with the right shapes of another model: a wrong rope_theta would show only in the results."""
+    in the files' dtype (the widest dtype of a fused parameter's tensors). The head that a tied model's files may hold
+    is compared with the embedding."""
+    # Other weights may have the same shapes: a wrong rope_theta would show only in the results.
     stored = asdict(read_config(folder))
     ignored = "init_std", "router_aux_loss_coef", "max_seq_len"  # they change no output, or a shape shows them
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
+    return _reader(folder, pieces(config), find_files(folder))
+
+
+def _reader(folder, plan, paths, remedy=""):
+    """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
+    expected = {piece.name: piece.stored for row in plan.values() for piece in row}
+    stored, wrong, head = {}, [], None  # stored: the file of each tensor, its name there, and its dtype
+    for file in map(TensorFile, paths):
+        for name, (dtype, shape) in file.entries.items():
+            # Files that were saved without the head lack the names' first part.
+            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
+            if full in stored:
+                wrong.append(f"{full!r} is stored a second time")
+            elif full in expected or not IGNORED.search(name):
+                stored[full] = file, name, dtype
+            elif name == HEAD:
+                head = file
+            if full in expected and (dtype not in FLOATS or shape != expected[full]):
+                wanted = f"{list(expected[full])} in float32, float16 or bfloat16"
+                wrong.append(f"{name!r} has shape {list(shape)} and dtype {dtype}, expected {wanted}")
+    missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
+    if extra:
+        wrong.insert(0, f"unexpected {len(extra)}: {extra[:4]}")
+    if missing:
+        layers = sorted({*map(int, re.findall(r"\blayers\.(\d+)", " ".join(missing)))})
+        wrong.insert(0, f"missing {len(missing)}, in layers {str(layers)[:90]}: {missing[:4]}")
+    if wrong:
+        raise UserError(f"{folder} does not fit the model: {'; '.join(wrong[:4])}{remedy}")
+
+    def read_piece(piece, slices):
+        file, name, _ = stored[piece.name]
+        values = file.read(name, slices[::-1] if piece.transposed else slices[-2:])
+        return values.T if piece.transposed else values
+
+    def read(name, slices):
+        row = plan[name]
+        dtype = reduce(torch.promote_types, (stored[piece.name][2] for piece in row))
+        sources = ((piece.place, partial(read_piece, piece)) for piece in row)
+        return assemble(slices, [s.stop for s in row[-1].place], dtype, sources)
+
+    if head:
+        embedding = plan["embed_tokens.weight"][0].stored
+        whole = tuple(slice(0, size) for size in embedding)
+        values = read("embed_tokens.weight", whole).float()
+        if head.entries[HEAD][1] != embedding or not torch.equal(head.read(HEAD, whole).float(), values):
+            raise UserError(
+                f"{head.path}: {HEAD} differs from the embedding, but config.json ties them: set its"
+                " tie_word_embeddings to false to use this head, as transformers does, or remove the tensor"
+            )
+    return read
 
 
 # ---- PEFT adapters
 
+MERGE = ": merge the adapter with PEFT's merge_and_unload(), and give the merged folder as --weights"
 # Fields of adapter_config.json, and the values that lib/lora.py supports; others may be null, false, 0 or empty.
 ADAPTER_MEANS_OURS = {
     "peft_type": ("LORA",),
@@ -360,10 +349,7 @@ def adapter_flags(folder: Path) -> dict:
         values = read_object(path)
     for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
         if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
-            raise UserError(
-                f"{path}: {key} is {values[key]!r}"[:500] + ", which is not implemented: merge the adapter with PEFT's"
-                " merge_and_unload(), and give the merged folder as --weights"
-            )
+            raise UserError(f"{path}: {key} is {values[key]!r}"[:500] + f", which is not implemented{MERGE}")
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)  # PEFT's defaults
     if values.get("use_rslora"):
         alpha *= math.sqrt(rank)
@@ -380,7 +366,7 @@ def open_adapter(folder: Path, config: Settings) -> Read:
             f"--lora_weights {folder}: the adapter does not match the flags; give --lora {rank} --lora_alpha {alpha}"
             f" --lora_targets {','.join(targets)}, or none of the three"
         )
-    return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"])
+    return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"], MERGE)
 
 
 # ---- the model of a checkpoint
@@ -414,5 +400,5 @@ def open_trained(saved: Trained, ranks: Ranks = ALONE) -> Read:
     refuse_other_base(config, saved.manifest["base"], ranks)
     if not config.lora:
         return saved.read_weights
-    base = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=False)
+    base = open_weights(local_path(config.weights, "--weights"), config.model_config)
     return lora.merge(base, saved.read_weights, config)

@@ -137,7 +137,7 @@ def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
         return None
     folder = local_path(config.weights, "--weights")
     with naming(f"--weights {config.weights}"):
-        read = open_weights(folder, config.model_config, reads_head=rank == 0)
+        read = open_weights(folder, config.model_config)
     if config.lora_weights and not resumes:
         return lora.join(read, open_adapter(local_path(config.lora_weights, "--lora_weights"), config))
     return read

@@ -221,3 +221,7 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path):
         with pytest.raises(UserError, match=message):
             open_adapter(tmp_path, replace(config, model="tiny-llama", **flags))
     open_adapter(tmp_path, config)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({name: t for name, t in tensors.items() if "layers.0" in name}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"missing 4, in layers \[1\]: .*merge .* merge_and_unload"):
+        open_adapter(tmp_path, config)

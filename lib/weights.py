@@ -37,8 +37,9 @@ def load_model(
     """The model of a folder or of a downloaded hub id, with parameters and computation in `dtype`."""
     folder = local_path(str(folder), "folder")
     config = read_config(folder)
+    read = open_weights(folder, config)  # first: a wrong size in config.json is no reason to allocate
     model = empty_model(config, dtype, device)
-    fill_parameters(model, open_weights(folder, config))
+    fill_parameters(model, read)
     return model
 
 
