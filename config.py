@@ -142,7 +142,6 @@ class Config:
     )
     fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes")
     fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj")
-    fp8_log_every: int = may_change_on_resume(100, "steps between FP8 statistics; 0 = never")
     shard_size: int = may_change_on_resume(0, "ranks that share one copy of the parameters; 0 = all, 1 = no sharding")
     context_parallel: int = may_change_on_resume(1, "ranks that share each row", least=1)
     reshard: str = may_change_on_resume(
@@ -569,7 +568,6 @@ NEEDS = {  # the flags without which a flag has no effect
     "fp8_grad_dtype": ("fp8",),
     "fp8_all_gather": ("fp8",),
     "fp8_skip": ("fp8",),
-    "fp8_log_every": ("fp8",),
     "keep_every": ("save_every",),
     "load": ("weights",),
 }

@@ -107,8 +107,8 @@ def _expert_of_row(x: Tensor, ends: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     """x [M, K] and weight [N, K] -> [M, N]. quantized and scale: the weight in FP8 and its scale, or None if the layer
-    must compute them. watch [3, 5] receives its figures as a gradient, which compiler, checkpointing and accumulation
-    support without further code."""
+    must compute them. watch [2, 5] receives the figures of x and g as a gradient, which compiler, checkpointing and
+    accumulation support without further code."""
 
     @staticmethod
     def forward(ctx, x, weight, quantized, scale, watch, recipe, grad_dtype):
@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         dim = None if recipe == "tensor" else 1
         xq, sx = quantize(x, E4M3, dim)
         wq, sw = quantize(weight.to(x.dtype), E4M3, dim, scale) if quantized is None else (quantized, scale)
-        seen = None if watch is None else figures(x, E4M3, sx)
+        seen = None if watch is None else figures(x, xq, sx)
         if dim is None:
             ctx.save_for_backward(xq, weight if quantized is None else quantized, seen, sx, sw)
         else:
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
             else:
                 dw = g.t() @ x
         if seen is not None:
-            seen = torch.stack((torch.ones_like(seen), seen, figures(g, gq.dtype, sg)))
+            seen = torch.stack((seen, figures(g, gq, sg)))
         return dx, dw.to(ctx.dtype), None, None, seen, None, None
 
 
@@ -177,7 +177,7 @@ class Fp8Linear:
     fp8_grad_dtype: torch.dtype  # of recipe tensor
     fp8_weight = fp8_scale = None  # the quantized weight and its scale, if WeightScales computes them
     fp8_local = None  # this rank's part of the quantized weight, if WeightScales writes it
-    fp8_watch = None  # collects figures as its gradient (see watch)
+    fp8_watch = None  # collects figures as its gradient (see prepare)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -261,24 +261,10 @@ def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, small
     return ""
 
 
-def fp8_share(rows: list, recipe: str, top_k: int = 1) -> float:
-    """The share of FP8 in the FLOPs of all matrix products with weights. top_k: experts per token."""
-    done = total = 0.0
-    for _, shape, verdict in rows:
-        flops = math.prod(shape[-2:]) * (top_k if len(shape) == 3 else 1)
-        total += flops
-        if verdict == "fp8":  # two of three products, if the weight gradient is not in FP8
-            done += flops * (2 / 3 if recipe == "row_gw_hp" or len(shape) == 3 else 1)
-    return done / max(total, 1.0)
-
-
-def table(rows: list, recipe: str, top_k: int = 1) -> str:
-    """The rows of convert_linears and fp8_share as text. Layers that differ only by their number share a line."""
-    groups = Counter((re.sub(r"\d+", "*", name, count=1), shape, verdict) for name, shape, verdict in rows)
-    lines = [f"FP8 recipe {recipe}: {fp8_share(rows, recipe, top_k):.1%} of the FLOPs of products with weights"]
-    for (name, shape, verdict), count in groups.items():
-        lines.append(f"  {name:36} {' x '.join(map(str, shape)):>18}  {count:4} x  {verdict}")
-    return "\n".join(lines)
+def describe(rows: list, recipe: str) -> str:
+    """The rows of convert_linears as a line. Layers that differ only by their numbers count together."""
+    counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
+    return f"FP8 recipe {recipe}: " + ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
 
 
 # ---- once per step
@@ -373,46 +359,28 @@ def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
 
 # ---- figures that show how quantization changes a run
 
-FIGURES = ("amax", "saturated", "flushed", "snr_db")
 
-
-def figures(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """[5] fp32: amax; the shares of values that become the format's largest value and zero; the sums of squares of x
-    and of its error."""
-    x = x.float()
-    q = (x * scale).to(dtype).float()
-    saturated, flushed = (q.abs() == torch.finfo(dtype).max).float(), ((q == 0) & (x != 0)).float()
-    error = (q / scale - x).square().sum()
-    return torch.stack((x.abs().amax(), saturated.mean(), flushed.mean(), x.square().sum(), error))
-
-
-def watch(model: nn.Module, names: Sequence[str]) -> None:
-    """Makes these layers collect figures of x and g, which each `WeightScales.refresh` clears. Call it before the
-    `WeightScales` is made."""
-    for name in names:
-        m = model.get_submodule(name)
-        m.fp8_watch = torch.zeros(3, 5, device=held_tensor(m.weight).device, requires_grad=True)
+def figures(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """[5] fp32, sums over all values of x, those of unused places too: how many became the format's largest value, how
+    many became zero, how many there are; the squares of x and of its error. q: x scale in FP8."""
+    x, values, largest = x.float(), q.float(), torch.finfo(q.dtype).max
+    saturated, flushed = (values.abs() == largest).float().sum(), ((values == 0) & (x != 0)).float().sum()
+    signal, error = x.square().sum(), (values / scale - x).square().sum()
+    return torch.stack((saturated, flushed, torch.full_like(error, x.numel()), signal, error))
 
 
 @torch.no_grad()
-def watched(model: nn.Module) -> dict[str, float | None]:
-    """Figures of the watched layers since the last refresh: "fp8/LAYER/OPERAND_FIGURE" -> value. They are averages over
-    micro-batches, for this rank's tokens and its part of the weights. snr is in dB, None if the error is 0. Waits for
-    the device."""
+def watched(model: nn.Module) -> dict[str, float]:
+    """Figures of the watched layers since the last refresh, of this rank's tokens: "fp8/KIND/OPERAND_FIGURE" -> the
+    share of saturated values, of flushed ones, and the error relative to the operand. Waits for the device."""
     out = {}
     for name, m in layers(model).items():
         if m.fp8_watch is None or m.fp8_watch.grad is None:
             continue
-        count, x, g = m.fp8_watch.grad
-        operands = {"x": x / count, "g": g / count}
-        w, dim = held_tensor(m.weight.detach()), None if m.fp8_recipe == "tensor" else 1
-        if w.numel():
-            operands["w"] = figures(w, E4M3, quantize(w, E4M3, dim, m.fp8_scale)[1])
-        for operand, values in operands.items():
-            *shares, signal, error = values.tolist()
-            snr = 10 * math.log10(signal / error) if error > 0 and signal > 0 else None
-            for figure, value in zip(FIGURES, (*shares, snr), strict=True):
-                out[f"fp8/{name}/{operand}_{figure}"] = value
+        for operand, (saturated, flushed, count, signal, error) in zip("xg", m.fp8_watch.grad.tolist(), strict=True):
+            key = f"fp8/{name.rpartition('.')[2]}/{operand}"
+            out |= {f"{key}_saturated": saturated / count, f"{key}_flushed": flushed / count}
+            out[f"{key}_error"] = math.sqrt(error / signal) if signal else 0.0
     return out
 
 
@@ -431,7 +399,6 @@ class Settings(Protocol):
     fp8_grad_dtype: str
     fp8_all_gather: bool
     fp8_skip: tuple[str, ...]
-    fp8_log_every: int
 
 
 def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
@@ -457,9 +424,9 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
 
 
 def convert(model: nn.Module, config: Settings, device: torch.device) -> str:
-    """Converts the model according to the flags -> a table of the layers. If every layer is too small to become faster,
-    as in a model for tests, all are converted. Refuses names to skip that match no layer, and a model without any layer
-    that can be converted."""
+    """Converts the model according to the flags -> a line about the layers. If every layer is too small to become
+    faster, as in a model for tests, all are converted. Refuses names to skip that match no layer, and a model without
+    any layer that can be converted."""
     grad_dtype = "e5m2" if config.fp8_grad_dtype == "auto" else config.fp8_grad_dtype
     for small in (device.type == "cpu", True):
         try:
@@ -468,17 +435,16 @@ def convert(model: nn.Module, config: Settings, device: torch.device) -> str:
             raise UserError(f"--fp8_skip: {e}") from None
         if any(verdict == "fp8" for _, _, verdict in rows):
             slow = "\nFP8 on a CPU changes the loss as on a GPU, but is slower than bf16"
-            return table(rows, config.fp8, config.model_config.top_k) + slow * (device.type == "cpu")
+            return describe(rows, config.fp8) + slow * (device.type == "cpu")
     raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
 def prepare(model: nn.Module, config: Settings, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
-    """Sets up the work that FP8 does once per step. Call it once the parameters are allocated. accumulates: steps have
-    several micro-batches."""
-    blocks = [list(layers(block)) for block in model.layers]
-    if config.fp8_log_every:  # the last product of three blocks, the down projection: outliers grow there first
-        chosen = {0, len(blocks) // 2, len(blocks) - 1}
-        watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
+    """Sets up the work that FP8 does once per step, and the figures of a middle block. Call it once the parameters are
+    allocated. accumulates: steps have several micro-batches."""
+    blocks = list(filter(None, (layers(block).values() for block in model.layers)))
+    for m in blocks[len(blocks) // 2] if blocks else ():
+        m.fp8_watch = torch.zeros(2, 5, device=held_tensor(m.weight).device, requires_grad=True)
     if mesh is not None and config.fp8_all_gather:
         gather_in_fp8(model, mesh["shard"])
     group = None if mesh is None else mesh["shard"].get_group()

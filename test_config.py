@@ -191,7 +191,6 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--model tiny-mixtral --router_aux_loss_coef -5", "-5"), ("--router_aux_loss_coef 0.5", "has no experts"),
     ("--model tiny-mixtral --router_aux_loss_coef nan", "nan"), ("--fp8_skip down_proj", "--fp8_skip"),
     ("--fp8_all_gather on", "--fp8_all_gather"), ("--fp8 off --fp8_grad_dtype e4m3", "--fp8_grad_dtype"),
-    ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"),
     ("--load rank0", "--load"),
     ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
     ("--epochs 2 --steps 9", "exclude each other"), ("--lora 8 --tokenizer bytes", "--lora 8 without --weights"),

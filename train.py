@@ -158,12 +158,11 @@ def train(run: Run) -> None:
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
                 log.step(step, loss, grad_norm, lr, val_loss)
-            if todo.watch_fp8:
-                log.add(step, **fp8.watched(model))
             if todo.save:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
                 log.add(step, save_ms=saver.save(step, probe))
             if todo.evaluate or todo.save:
+                log.add(step, **fp8.watched(model))
                 log.draw()
             if todo.sample:
                 log.add(step, sample=write_samples(model, run, step))
@@ -186,11 +185,10 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
         return every > 0 and (step % every == 0 or (last and at_end))
 
     evaluate, sample = due(config.eval_every, at_end=True), due(config.sample_every, at_end=True)
-    watch_fp8 = config.fp8 != "off" and due(config.fp8_log_every)
     save = last or stops or due(config.save_every)
-    record = step == 1 or evaluate or watch_fp8 or save or due(config.log_every)
+    record = step == 1 or evaluate or save or due(config.log_every)
     stop = stops and not last
-    return SimpleNamespace(evaluate=evaluate, record=record, watch_fp8=watch_fp8, save=save, sample=sample, stop=stop)
+    return SimpleNamespace(evaluate=evaluate, record=record, save=save, sample=sample, stop=stop)
 
 
 def train_step(
