@@ -42,7 +42,7 @@ from torch import Tensor
 
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
-from lib.rows import Catalog, ChatRows, Stream, TooLittle, permute, turns
+from lib.rows import Catalog, ChatRows, Stream, permute, turns
 from lib.settle import check_tokenizer
 from lib.text import VERBS, builtin_file, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, load_tokenizer, token_sizes
@@ -355,7 +355,7 @@ def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -
     if config.eval_every:
         try:
             yield Loader(config, rank, world_size, "val", catalog)
-        except TooLittle as e:
+        except UserError as e:  # it has no row: --data has been opened before
             if config.val_data:
                 raise
             log.warning(f"{e}. This run skips evaluation")

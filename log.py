@@ -37,7 +37,7 @@ from lib.curves import draw_runs, read_records
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.ranks import gather, on_first_rank
-from lib.run import logger, refuse_unusable, write_status
+from lib.run import logger, refuse_unusable
 from model import IGNORE, Transformer
 from optim import DTYPES, trainable_parameters
 from shard import mesh_shape
@@ -247,7 +247,7 @@ class Log:
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with open(self.file, "a") as f:
             f.write(json.dumps(record) + "\n")
-        write_status(self.run.folder, "running", record["step"])
+        self.run.write_status("running", record["step"])
         for name, tracker in [*self.trackers.items()]:
             try:
                 tracker.log(record, step=record["step"])

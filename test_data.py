@@ -23,7 +23,7 @@ from config import parse_args
 from data import epochs_as_steps, main, make_loader, open_checked, open_data, show
 from lib import files, rows
 from lib import text as text_module
-from lib.errors import RankError
+from lib.errors import UserError
 from lib.ranks import Ranks
 from lib.readers import builtin_documents
 from lib.rows import Catalog, permute, turns
@@ -154,7 +154,7 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
     assert make_loader(c).fingerprint != loader.fingerprint
     cut(folder / "train-00007.bin", 1222)
     assert "00007.bin" in refused(make_loader, c)
-    with pytest.raises(RankError, match="00007.bin on .* is shorter than at the start"):
+    with pytest.raises(UserError, match="00007.bin on .* is shorter than at the start"):
         loader.sources[0].read(790, 801)
 
 

@@ -25,7 +25,7 @@ import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_conflicts
 from lib import machine, rows, settle
-from lib.errors import RankFailure, UserError
+from lib.errors import Failure, UserError
 from lib.files import ROOT
 from lib.ranks import Ranks
 from model import MODELS, Transformer, random_init
@@ -199,23 +199,32 @@ for dim in (64, 512):  # the first: what the first use takes
 def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for():
     """The second rank comes to no collective; it ends when the first has given up waiting."""
     code = """
-import errno, os, pytest, torch.distributed as dist
+import errno, os, pytest, threading, torch.distributed as dist
 ranks = init_ranks()
 assert collect(lambda: ranks.rank, ranks) == ([0, 1] if ranks.rank == 0 else [])
 assert on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
 assert on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
-with pytest.raises(ZeroDivisionError):
+with pytest.raises(Failure, match="^rank 0 on .*: ZeroDivisionError: division by zero$"):
     on_first_rank(lambda: 1 / 0, ranks)
-def read(code):
+class Unsendable(Exception):
+    def __init__(self, *, why):
+        self.lock = threading.Lock()
+        super().__init__(why)
+def fail(error):
     if ranks.rank == 1:
-        raise OSError(code, os.strerror(code), "/weights/model.safetensors")
-kinds = {errno.ENOENT: UserError, errno.EACCES: UserError}
-for code in (errno.ENOENT, errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOSPC):
+        raise error
+for code in (errno.EACCES, errno.EIO, errno.ENOSPC):
     message = f"^rank 1 on .*{os.strerror(code)}: '/weights/model.safetensors'$"
-    with pytest.raises(kinds.get(code, Failure), match=message):
-        on_every_rank(lambda: read(code), ranks)
-    with pytest.raises(OSError, match=os.strerror(code)):
-        collect(lambda: read(code), ranks)
+    error = OSError(code, os.strerror(code), "/weights/model.safetensors")
+    for helper in (on_every_rank, collect):
+        with pytest.raises(UserError if code == errno.EACCES else Failure, match=message):
+            helper(lambda: fail(error), ranks)
+with pytest.raises(Failure, match="^rank 1 on [^:]*: Unsendable: it holds a lock$"):
+    collect(lambda: fail(Unsendable(why="it holds a lock")), ranks)
+def refuse():
+    raise UserError("no such file")
+with pytest.raises(UserError, match="^no such file\\nrank 1 on [^:]*: no such file$"):
+    on_every_rank(refuse, ranks)
 mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
 set_timeout(1, ranks, shard.groups_of(mesh, None))
 for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
@@ -295,7 +304,7 @@ def test_out_of_memory_is_one_message(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     with (
-        pytest.raises(RankFailure, match="out of memory on cuda:1: 1.50 GiB .* plan.py"),
+        pytest.raises(Failure, match="out of memory on cuda:1: 1.50 GiB .* plan.py"),
         machine.explain_out_of_memory(),
     ):
         raise torch.OutOfMemoryError

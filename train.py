@@ -25,7 +25,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: the
 
 import torch  # isort: skip
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 import checkpoint
 import fp8
@@ -280,4 +279,4 @@ def finish(run: Run, step: int) -> None:
 
 
 if __name__ == "__main__":
-    errors.run_script(record(main))
+    errors.run_script(main)

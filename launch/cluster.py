@@ -186,9 +186,9 @@ class Supervisor:
             self.ask("sweep")
             return self.end(*end)
         self.watch()
-        cause = first_cause(self.hosts)
+        error = first_error(self.hosts)
         self.ask("sweep")
-        return self.end(*self.judge(cause))
+        return self.end(*self.judge(error))
 
     def watch(self) -> None:
         """Waits until the attempt ended everywhere, a part of it failed, or a host does not answer."""
@@ -203,34 +203,25 @@ class Supervisor:
             if now - failed_at > min(GRACE, patience) or any(now - h.heard > patience + GRACE for h in self.hosts):
                 return
 
-    def judge(self, cause: dict) -> tuple[str, str]:
-        """How an attempt ended: its state and message; log.txt gets details."""
+    def judge(self, error: dict) -> tuple[str, str]:
+        """How an attempt ended: its state and message; log.txt gets the last lines of the process that failed."""
         status, stopped = read_status(self.out), self.stop_requested()
         if status.get("attempt") != self.job["id"]:  # another job has taken the folder
             status = {"state": "starting"}
         state, message = status.get("state"), status.get("message") or ""
-        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] >= SILENT)):
+        if state in ("finished", "error") or (state == "stopped" and (stopped or error["order"] >= SILENT)):
             return state, message
-        output = cause.get("tail", "").rstrip()
-        if cause.get("status") == 2 and state == "starting":
-            return "error", output.rpartition("error: ")[2]
+        if state == "starting" and error.get("kind") == "user":
+            return "error", error["message"]
         if stopped and (state == "starting" or read(self.out / "logs/stop")):
             return "stopped", "without saving"
-        what, error = cause["what"], cause.get("error", "")
-        reported = error.partition(": ")[2]  # without the type
-        if error and reported in message:
-            what = message
-        elif reported.startswith("rank "):  # a message of lib/run.py
-            what = reported
-        elif error:
-            what += f": {error}"
-        details = f"---- the end of {cause['file']}\n{output}\n----\n" if output else ""
-        if state == "failed" and message not in details + what:
-            details += message
-        self.report(details)
+        if error["order"] < SILENT or state != "failed":
+            message = error["message"]
+        if output := error.get("tail", "").rstrip():
+            self.report(f"---- the end of {error['file']}\n{output}\n----")
         if free_space(self.out)[0] < FULL:
-            what += f"; the disk of {self.out} is full: free some space, then run the same command again"
-        return "failed", what
+            message += f"; the disk of {self.out} is full: free some space, then run the same command again"
+        return "failed", message
 
     def end(self, state: str, message: str) -> State:
         """Records an attempt's end: ranks that were killed, or that failed because another one did, have written
@@ -241,15 +232,15 @@ class Supervisor:
         return end
 
 
-def first_cause(hosts: list[Host]) -> dict:
-    """The most likely first cause among the reports of the hosts. A host that did not answer last is a cause itself; an
-    earlier silence counts only if nothing else explains the end."""
-    causes = [host.last["cause"] for host in hosts if host.last.get("cause")]
+def first_error(hosts: list[Host]) -> dict:
+    """The first of the hosts' errors. A host that did not answer last is an error itself; an earlier silence counts
+    only if nothing else explains the end."""
+    errors = [error for host in hosts for error in host.last.get("errors", [])]
     for host in hosts:
         if host.silence:
-            causes.append({"order": KILLED if "silent" in host.last else SILENT, "what": host.silence})
-    causes.append({"order": FOLLOWED, "what": "it ended, and no host can name the reason"})
-    return min(causes, key=lambda cause: cause["order"])
+            errors.append({"order": KILLED if "silent" in host.last else SILENT, "message": host.silence})
+    errors.append({"order": FOLLOWED, "message": "it ended, and no host can name the reason"})
+    return min(errors, key=lambda error: error["order"])
 
 
 def last_saved(out: Path) -> str:

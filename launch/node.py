@@ -7,8 +7,9 @@ it has an environment; `torchrun` and `measure` run in the environment's Python.
 
 The *agent* (`node.py agent`) runs torchrun in the host's tmux session, or under Slurm's srun. When torchrun ends, the
 agent ends the remaining processes of the attempt. Its log folder is `runs/NAME/logs/HOST/ID`. There it writes
-agent.stderr.log, and agent.json: {} until the end, then torchrun's exit status and the first cause of a failure on this
-host. A process belongs to an attempt if its variable TORCHELASTIC_ERROR_FILE is below this folder."""
+agent.stderr.log, and agent.json: {} until the end, then torchrun's exit status. A rank that fails writes error.json
+into its folder below (lib/errors.py); for a rank that was killed, `torchrun` writes it. A process belongs to an attempt
+if its variable TORCHELASTIC_ERROR_FILE is below this folder."""
 
 import contextlib
 import ctypes
@@ -30,14 +31,9 @@ from pathlib import Path
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 START_LIMIT = 60  # seconds for an agent to appear
 WANTED = 100  # MB/s that an all-reduce should reach (1 Gbit/s has 100)
-# A cause with a smaller number is more likely to be the first cause of the job's failure.
-KILLED, FAILED, SILENT, FOLLOWED = range(4)
-# The error file of a rank that failed because another rank did, or hung (lib/run.py, torch.distributed), begins so.
-OF_A_PEER = re.compile(
-    r"(?s)(PeerFailure|Dist\w*Error): "
-    r"|Failure: rank .*: no step has ended for "
-    r"|RuntimeError: .*(gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe)"
-)
+# The order of an end that has no number from lib/run.py: before all numbers, after them, and of an end that another end
+# has caused.
+KILLED, SILENT, FOLLOWED = -1, 10**8, 10**9
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = [
     "HOME",
@@ -223,49 +219,33 @@ def agent(logs, ranks, address, *command):
     write_json(logs / "agent.json", {})
     status = child.wait()
     kill_all(logs)
-    write_json(logs / "agent.json", {"exit": status, "cause": first_cause(logs, status)})
+    write_json(logs / "agent.json", {"exit": status})
     return 1 if status < 0 else status
 
 
-def first_cause(logs, status):
-    """The first cause of a failure on this host, where torchrun ended with this status; None: no failure."""
-    if not status:
-        return None
-    own = cause(KILLED if status < 0 else FOLLOWED, f"the run on {logs.parent.name}", status, logs / "agent.stderr.log")
-    # torchrun kills ranks that do not exit after another rank's failure, so a kill counts no more than a failure here.
-    return min([*read_json(logs / "causes.json"), own], key=lambda cause: max(cause["order"], FAILED))
-
-
-def rank_cause(logs, rank, local_rank, code, error):
-    """A failed rank as a cause. error: its report; empty if it was killed."""
-    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
-    # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer.
-    follows = OF_A_PEER.match(error) or code in (-signal.SIGTERM, -signal.SIGABRT)
-    order = FOLLOWED if follows else KILLED if code == -signal.SIGKILL else FAILED
-    return cause(order, f"rank {rank} on {logs.parent.name}", code, file, error)
-
-
-def cause(order, who, status, file, error=""):
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-    about = {"status": status, "error": error, "file": str(file), "tail": tail(file, 30)}
-    return {"order": order, "what": f"{who} {how}", **about}
-
-
 def torchrun(logs, *words):
-    """torch.distributed.run in this process. Writes causes.json: the failed ranks, the first one to fail first. Error
-    files do not suffice: a killed rank writes none."""
+    """torch.distributed.run in this process. Writes error.json for ranks that were killed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
         main(list(words))
     except ChildFailedError as error:
-        causes = []
+        first = min(failure.timestamp for failure in error.failures.values())
         for rank, failure in error.failures.items():
-            message = failure.message["message"] if isinstance(failure.message, dict) else ""
-            causes.append(rank_cause(Path(logs), rank, failure.local_rank, failure.exitcode, message))
-        write_json(Path(logs) / "causes.json", causes)
+            file = next(Path(logs).glob(f"*/attempt_*/{failure.local_rank}")) / "error.json"
+            if not file.exists():
+                code, late = failure.exitcode, failure.timestamp - first > 20
+                # torchrun ends ranks with SIGTERM, later with SIGKILL. NCCL aborts a rank whose peers do not answer.
+                follows = late or code in (-signal.SIGTERM, -signal.SIGABRT)
+                order = SILENT if code > 0 else FOLLOWED if follows else KILLED
+                who = f"rank {rank} on {Path(logs).parent.name}"
+                write_json(file, {"order": order, "message": describe_end(who, code)})
         return 1
+
+
+def describe_end(who, status):
+    return f"{who} failed with status {status}" if status > 0 else f"{who} was ended by {signal.Signals(-status).name}"
 
 
 # ---- operations: each takes the request and returns the answer
@@ -372,15 +352,27 @@ def open_session(session, command, logs):
 
 
 def look(request):
-    """The state of an attempt on this host: the agent's record; numbers of its processes and ranks; GPUs on request."""
+    """The state of an attempt on this host: the agent's record; errors; numbers of its processes and ranks; GPUs on
+    request."""
     logs = log_folder(request)
     alive = processes(logs)
     record = read_json(logs / "agent.json")  # after the processes: writing the exit status is an agent's last act
+    errors = [
+        read_json(file) | {"file": str(file.with_name("stderr.log"))} for file in logs.glob("*/attempt_*/*/error.json")
+    ]
+    status = record.get("exit", 0)
     if not alive and "exit" not in record:
-        what = f"everything on {request['label']} was gone: killed, or the machine restarted"
-        record |= {"exit": None, "cause": {"order": KILLED, "what": what}}
+        record["exit"] = None
+        errors.append(
+            {"order": KILLED, "message": f"everything on {request['label']} was gone: killed, or the machine restarted"}
+        )
+    elif status:
+        what, file = describe_end(f"the run on {request['label']}", status), str(logs / "agent.stderr.log")
+        errors.append({"order": KILLED if status < 0 else FOLLOWED, "message": what, "file": file})
+    errors = [error | {"tail": tail(error.get("file", ""), 30)} for error in errors if "order" in error]
     return {
         **record,
+        "errors": errors,
         "processes": len(alive),
         "ranks": len(set(re.findall(r"\0LOCAL_RANK=(\d+)", "".join(alive.values())))),
         "gpus": query("utilization.gpu,memory.used") if request.get("gpus") else [],

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from filelock import SoftFileLease
+from torch.distributed.elastic.multiprocessing import errors
 
 import cluster
 import doctor
@@ -76,50 +78,56 @@ def test_a_machines_gpus_are_divided_among_its_nodes():
 
 
 BUG = "Traceback\nKeyError: 'x'"
-PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:9] Connection reset by peer"
-CAUSES = {
-    # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> order, words
-    "a bug": ([(1, 1, "Error: restore, Socket, peer"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed"),
-    "a bug, and torchrun killed a deaf one": ([(1, 1, "KeyError"), (0, -9, "")], 1, node.FAILED, "rank 1 on a failed"),
-    "killed": ([(0, 1, PEER), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
-    "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
-    "a stop": ([(0, 1, "PeerFailure: rank 0 on a: stopped at once")], 1, node.FOLLOWED, "rank 0 on a failed"),
-    "the store's end": ([(0, 1, "DistNetworkError: x")], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
-    "a hang": ([(0, 1, "Failure: rank 0 on a: no step has ended for 61 s")], 1, node.FOLLOWED, "status 1"),
-    "NCCL's abort at a peer's end": ([(0, -6, "")], 1, node.FOLLOWED, "SIGABRT"),
-    "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
-    "the user's mistake": ([(0, 2, "UserError: Timed out")], 1, node.FAILED, "status 2"),
-    "ended from outside": ([(0, -15, "")], 1, node.FOLLOWED, "SIGTERM"),
-    "torchrun was killed": ([], -9, node.KILLED, "the run on a was ended by SIGKILL"),
-    "torchrun failed": ([], 1, node.FOLLOWED, "the run on a failed"),
-}  # fmt: skip
+CODES = {  # how a rank without error.json ended -> order
+    -9: node.KILLED,
+    -11: node.KILLED,
+    -15: node.FOLLOWED,
+    -6: node.FOLLOWED,
+    3: node.SILENT,
+}
 
 
-@pytest.mark.parametrize("failed, status, order, words", CAUSES.values(), ids=CAUSES)
-def test_the_first_cause_on_a_host(tmp_path, failed, status, order, words):
-    logs = tmp_path / "a" / "id"
-    logs.mkdir(parents=True)
-    for rank, number, _ in failed:
-        file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
-        file.parent.mkdir(parents=True)
-        file.write_text(f"the end of {rank}: {number}")
-    node.write_json(logs / "causes.json", [node.rank_cause(logs, rank, rank, *how) for rank, *how in failed])
-    cause = node.first_cause(logs, status)
-    assert cause["order"] == order and words in cause["what"]
-    assert not failed or cause["tail"].endswith(f": {cause['status']}")
-    assert node.first_cause(logs, 0) is None
+@pytest.mark.parametrize("status", [1, -9, 0])
+def test_the_errors_of_a_host(tmp_path, monkeypatch, status):
+    """Rank 0 has written its own error, the others were killed; then torchrun itself ends so."""
+    logs, failures = tmp_path / "logs" / "a" / "x", {}
+    for rank, code in enumerate([1, *CODES, -9]):
+        folder = logs / "y" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"the end of {rank}")
+        late = 60 * (rank == len(CODES) + 1)  # torchrun kills what does not end
+        failures[rank] = SimpleNamespace(local_rank=rank, exitcode=code, timestamp=100 + late)
+    own = {"order": 7, "kind": "user", "message": "m"}
+    node.write_json(logs / "y/attempt_0/0/error.json", own)
+
+    def fail(words):
+        error = errors.ChildFailedError.__new__(errors.ChildFailedError)
+        error.failures = failures
+        raise error
+
+    monkeypatch.setattr("torch.distributed.run.main", fail)
+    assert node.torchrun(str(logs)) == 1
+    node.write_json(logs / "agent.json", {"exit": status})
+    found = node.look({"out": str(tmp_path), "label": "a", "id": "x"})["errors"]
+    ranks = {Path(error["file"]).parent.name: error for error in found if "agent" not in error["file"]}
+    assert ranks["0"] == own | {"file": str(logs / "y/attempt_0/0/stderr.log"), "tail": "the end of 0"}
+    assert [ranks[str(i)]["order"] for i in range(1, len(ranks))] == [*CODES.values(), node.FOLLOWED]
+    assert ranks["1"]["message"] == "rank 1 on a was ended by SIGKILL" and ranks["5"]["message"].endswith("status 3")
+    agents = [(error["order"], error["message"]) for error in found if "agent" in error["file"]]
+    message = "failed with status 1" if status > 0 else "was ended by SIGKILL"
+    assert agents == [(node.KILLED if status < 0 else node.FOLLOWED, f"the run on a {message}")][: abs(status)]
 
 
-def end(order: int, what: str, **more) -> dict:
-    return {"exit": 1, "cause": {"order": order, "what": what, "file": "f", "tail": "", **more}}
+def end(order: int, message: str, **more) -> dict:
+    return {"exit": 1, "errors": [{"order": order, "message": message, "file": "f", "tail": "", **more}]}
 
 
 LOST = end(node.FOLLOWED, "rank 0 on a failed")
 KILLED = end(node.KILLED, "rank 1 on b was killed")
 GONE = end(node.KILLED, "everything on b was gone")
-FINE, SILENT = {"cause": None}, {"silent": "no answer in 20 s"}
+FINE, SILENT = {}, {"silent": "no answer in 20 s"}
 SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
-MISTAKE = end(node.FAILED, "rank 0 failed", tail="error: no GPU", status=2)
+MISTAKE = end(0, "no GPU", kind="user")
 STOP, NOW = " ", "now"
 JUDGEMENTS = {
     # state in status.json, request to stop, last answers of hosts a and b -> state, words of the message
@@ -129,7 +137,7 @@ JUDGEMENTS = {
     "an agent was killed, so all stopped": ("stopped", "", [FINE, KILLED], "failed", "rank 1 on b was killed"),
     "the user's mistake": ("error", "", [SIGNALLED, FINE], "error", ""),
     "the same, before it began": ("starting", "", [MISTAKE, LOST], "error", "no GPU"),
-    "a bug on one rank": ("failed", "", [LOST, end(node.FAILED, "b failed", tail=BUG)], "failed", "b failed"),
+    "a bug on one rank": ("failed", "", [LOST, end(2, "b failed", tail=BUG)], "failed", "b failed"),
     "a machine restarted": ("failed", "", [LOST, GONE], "failed", "everything on b was gone"),
     "a cable was pulled": ("failed", "", [LOST, SILENT], "failed", "b does not answer"),
     "stopped early": ("starting", STOP, [SIGNALLED, SIGNALLED], "stopped", ""),
@@ -168,7 +176,7 @@ def test_how_an_attempt_is_judged(supervisor, status, asked, answers, state, out
     hosts = [Host(n, label=n, last=answer) for n, answer in zip("ab", answers, strict=True)]
     for host in hosts:
         host.silence = host.problem
-    ended, message = supervisor.judge(cluster.first_cause(hosts))
+    ended, message = supervisor.judge(cluster.first_error(hosts))
     assert ended == state
     assert output in message
     if output == "b failed":
@@ -178,7 +186,7 @@ def test_how_an_attempt_is_judged(supervisor, status, asked, answers, state, out
 @pytest.mark.parametrize("state", ["running", "stopped", "finished"])
 def test_the_status_of_another_job_in_the_folder_does_not_count(supervisor, state):
     write_status(supervisor, state, attempt=None)
-    assert supervisor.judge(MISTAKE["cause"]) == ("error", "no GPU")
+    assert supervisor.judge(MISTAKE["errors"][0]) == ("error", "no GPU")
 
 
 @pytest.mark.parametrize("state, attempt, lock, expected", [
@@ -203,7 +211,7 @@ def test_the_state_of_a_run_follows_from_its_status_and_its_locks(supervisor, st
     assert (now.state, now.message) == expected
 
 
-ALIVE, BUG_ON_A = {"processes": 1, "cause": None}, end(node.FAILED, "a bug")
+ALIVE, BUG_ON_A = {"processes": 1}, end(1, "a bug")
 LOST_B = end(node.FOLLOWED, "rank 1 on b failed")
 
 
@@ -298,18 +306,15 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_silent
     assert cluster.read_status(supervisor.out)["message"] == "what 1"  # that of `waiting`: `attempt` records the end
 
 
-@pytest.mark.parametrize("state, reported, order, error, message", [
-    ("failed", "rank 0 on a: KeyError: 'x'", node.FAILED, "KeyError: 'x'", "rank 0 on a: KeyError: 'x'"),
-    ("failed", "gone\nand done", node.FAILED, "Failure: gone\nand done", "gone\nand done"),
-    ("failed", "a peer", node.FAILED, "OSError: x", "rank 1 failed: OSError: x"),
-    ("failed", "rank 0 on a: hangs", node.FOLLOWED, "Failure: rank 1 on a: hangs", "rank 1 on a: hangs"),
-    ("running", "", node.KILLED, "", "rank 1 failed"), ("starting", "", node.FOLLOWED, "", "rank 1 failed"),
+@pytest.mark.parametrize("state, reported, order, message", [
+    ("failed", "rank 0 on a: KeyError: 'x'", 1, "rank 1 failed"), ("failed", "a\nb", node.FOLLOWED, "a\nb"),
+    ("running", "", node.KILLED, "rank 1 failed"), ("starting", "", node.FOLLOWED, "rank 1 failed"),
 ])  # fmt: skip
-def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, state, reported, order, error, message):
+def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, state, reported, order, message):
     write_status(supervisor, state, reported)
-    cause = end(order, "rank 1 failed", error=error)["cause"]
+    error = end(order, "rank 1 failed")["errors"][0]
     supervisor.job["retries"] = 0
-    monkeypatch.setattr(Supervisor, "attempt", lambda self: self.end(*self.judge(cause)))
+    monkeypatch.setattr(Supervisor, "attempt", lambda self: self.end(*self.judge(error)))
     supervisor.run()
     assert cluster.state_of(supervisor.out).message == message
     assert node.read_json(supervisor.out / "status.json")["message"] == message
@@ -317,7 +322,7 @@ def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, s
     assert cluster.follow(supervisor.out, "-n 50") == 1 and capsys.readouterr().err.endswith(f"{message}\n")
     monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
     write_status(supervisor, state, reported)
-    assert f"the disk of {supervisor.out} is full" in supervisor.judge(cause)[1]
+    assert f"the disk of {supervisor.out} is full" in supervisor.judge(error)[1]
 
 
 @pytest.mark.parametrize("state, status, out, err", [
@@ -341,10 +346,10 @@ def test_a_host_where_nothing_is_left_says_so(tmp_path):
     (tmp_path / "logs" / "a" / "x").mkdir(parents=True)
     request = {"out": str(tmp_path), "label": "a", "id": "x"}
     state = node.look(request)
-    assert (state["processes"], state["exit"], state["cause"]["order"]) == (0, None, node.KILLED)
-    assert state["cause"]["what"].startswith("everything on a was gone")
-    (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0, "cause": null}')
-    assert node.look(request)["cause"] is None
+    assert (state["processes"], state["exit"], state["errors"][0]["order"]) == (0, None, node.KILLED)
+    assert state["errors"][0]["message"].startswith("everything on a was gone")
+    (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0}')
+    assert not node.look(request)["errors"]
 
 
 def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):

@@ -83,9 +83,9 @@ for step in range(start + 1, steps + 1):
 if end == "crash" and rank == 1:
     try:
         int("only this rank knows why")
-    except ValueError as e:  # as torch's `record` does, whose import takes seconds
-        error = {"message": f"ValueError: {e}", "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
+    except ValueError as e:  # as lib/errors.py does
+        error = {"message": f"rank 1: ValueError: {e}", "timestamp": int(time.time()), "order": 1}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
         raise
 while end == "crash":
     time.sleep(0.1)
@@ -206,10 +206,9 @@ def test_arguments_reach_train_as_typed_and_the_log_of_the_rank_that_failed_is_s
     assert out.endswith(log)  # every line, with its prefix, because this is not a terminal
     assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
     assert '"attention"' not in out
-    first, second = node.read_json(next(stands.glob("runs/default/logs/*/*/causes.json")))
-    assert first["what"] == f"rank 1 on {NAME} failed with status 1"
-    assert first["error"].startswith("ValueError: invalid")
-    assert second["what"] == f"rank 0 on {NAME} failed with status 1"
+    messages = [node.read_json(f)["message"] for f in sorted(stands.glob("runs/default/logs/*/*/*/*/?/error.json"))]
+    assert messages[0] == f"rank 0 on {NAME} failed with status 1"
+    assert messages[1].startswith("rank 1: ValueError: invalid")
     assert re.search("(?s)failed.*ended 1", checkout.says("status", "--out", "stands here/runs/default"))
     assert "ValueError" in checkout.says("logs", "--out=stands here/runs/default/", status=1)
     assert not (checkout.folder / "runs").exists()

@@ -5,13 +5,16 @@ import contextlib
 import ctypes
 import difflib
 import errno
+import faulthandler
 import importlib.util
+import json
 import os
 import platform
 import re
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -36,16 +39,8 @@ class UserError(Message):
     """A user's mistake: exit status 2."""
 
 
-class RankError(UserError):
-    """A UserError that may occur on one rank only, which must then report it."""
-
-
 class Failure(Message):
     """A failure that is not the user's mistake, for example a silent hub or a non-finite loss: status 1."""
-
-
-class RankFailure(Failure):
-    """A Failure that may occur on one rank only, which must then report it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,6 +90,7 @@ REQUIRED = (
 # The errors that a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
+FOLLOWED = 10**9  # the order of an end that another end has caused, as in launch/node.py
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -102,20 +98,30 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return "".join(difflib.get_close_matches(word, names, 1, 0.8))
 
 
-def describe_error(error: Exception) -> tuple[int, str, bool]:
-    """-> (exit status, message, whether the error may have occurred on this rank only). Prints the traceback of an
-    unexpected error."""
+def describe_error(error: Exception) -> tuple[int, str]:
+    """-> (exit status, message). Prints the traceback of an unexpected error."""
     if isinstance(error, Message):
-        return 2 if isinstance(error, UserError) else 1, str(error), isinstance(error, (RankError, RankFailure))
+        return 2 if isinstance(error, UserError) else 1, str(error)
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return 1, f"the disk is full: free some space, then try again: {error}", False
+        return 1, f"the disk is full: free some space, then try again: {error}"
     if isinstance(error, OSError) and error.filename:
-        return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", False
+        return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}"
     traceback.print_exception(error)
     message = f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
     if kernel := re.search(r"(/[^\s:'\"]+)/\w\w/c\w{51}\.", message):  # compiled, or to be compiled, by torch
         message += f"\nThe compiler's cache may be broken: delete it and try again: rm -r {kernel[1]}"
-    return 1, message, True
+    return 1, message
+
+
+def write_error(kind: str, message: str, order: int, step: int = 0) -> None:
+    """Writes error.json into the log folder that torchrun has made for this rank, if there is one. launch/node.py shows
+    the launcher these files; torchrun reads `message` and `timestamp`. kind: user, failure, hang or stopped. order:
+    this end's number among the ends of the job's ranks."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        error = dict(kind=kind, message=message, order=order, step=step, rank=os.environ.get("RANK"))
+        error |= {"host": platform.node(), "timestamp": int(time.time())}
+        with contextlib.suppress(OSError):  # the disk is full
+            Path(path).write_text(json.dumps(error))
 
 
 def say_error(message: str, kind: str = "error: ") -> None:
@@ -126,7 +132,8 @@ def say_error(message: str, kind: str = "error: ") -> None:
 
 def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Calls main(argv) and reports its error -> its result, or the error's status: 2 for a user error, 130 for Ctrl-C,
-    141 for a closed pipe, 1 for anything else. Only rank 0 reports a user error that all ranks have."""
+    141 for a closed pipe, 1 for anything else. Only rank 0 shows a user error, because each rank reads the same
+    arguments."""
     try:
         status = main(argv) or 0
         with contextlib.suppress(BrokenPipeError):  # nobody reads the output, but the work is done
@@ -139,8 +146,11 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     except BrokenPipeError:  # for example `| head`; the shell reports 141 after SIGPIPE
         return 141
     except Exception as error:
-        status, message, alone = describe_error(error)
-    if status == 1 or alone or os.environ.get("RANK", "0") == "0":
+        status, message = describe_error(error)
+        # Outside of a run, a RuntimeError is torch's, about another rank.
+        order = FOLLOWED if isinstance(error, RuntimeError) else 0
+    write_error("user" if status == 2 else "failure", message, order)
+    if status == 1 or os.environ.get("RANK", "0") == "0":
         say_error(message)
     return status
 
@@ -207,5 +217,6 @@ def _use_venv() -> None:
 def end_with_torchrun() -> None:
     """Makes the kernel send SIGTERM to this rank when its parent torchrun, if any, ends; otherwise it would train
     unsupervised. Call this from the main thread, before the import of torch, which takes seconds."""
+    faulthandler.enable()  # tracebacks of segmentation faults
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lib.errors import RankFailure, UserError
+from lib.errors import Failure, UserError
 from lib.files import ROOT, VERSION
 from lib.parts import is_sharded
 
@@ -265,4 +265,4 @@ def explain_out_of_memory() -> Iterator[None]:
     except torch.OutOfMemoryError:
         device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated() / 2**30
         message = f"out of memory on {device}: {peak:.2f} GiB were allocated at the peak; {MEMORY_ADVICE}"
-        raise RankFailure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None
+        raise Failure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None

@@ -1,11 +1,12 @@
 """Ranks: this process among all, joining and leaving the process group, and work on the first or on every rank.
 
-helper              who works       who gets what                      an error of one rank
-on_first_rank       rank 0          all ranks its result               is raised on all
-on_every_rank       every rank      each rank its own result           user errors: on all, with the rank's name
-collect             every rank      rank 0 all results                 any: is raised on all
-gather              -               all ranks one object of each       -
-"""
+helper              who works       who gets what
+on_every_rank       every rank      each rank its own result
+on_first_rank       rank 0          all ranks its result
+collect             every rank      rank 0 all results
+gather              -               all ranks one object of each
+
+An error in work is raised on all ranks."""
 
 import os
 import platform
@@ -17,23 +18,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lib.errors import PATH_MISTAKES, Failure, Message, UserError
+from lib.errors import Failure, UserError, describe_error
 from lib.machine import find_device
 
 WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is behind
+ANSWER = timedelta(seconds=10)  # for the store; less than WATCHDOG
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process among all. control: the gloo group for votes, messages and tensors on the host, used by the main
     thread only (None: one process, or the imagined ranks of --check); saving: the group of the thread that writes
-    checkpoints."""
+    checkpoints; store: where the ranks met."""
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
 
     @property
     def name(self) -> str:
@@ -59,7 +62,8 @@ def init_ranks() -> Ranks:
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     for group in groups:  # they wait for work that may take days; a watchdog ends it if it makes no progress
         group.set_timeout(timedelta(days=30))
-    return Ranks(dist.get_rank(), world_size, device, *groups)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=ANSWER)
+    return Ranks(dist.get_rank(), world_size, device, *groups, store)
 
 
 def leave(ranks: Ranks) -> None:
@@ -89,57 +93,45 @@ def set_timeout(seconds: int, ranks: Ranks, groups: list[dist.ProcessGroup]) -> 
         group.set_timeout(timedelta(seconds=seconds + WATCHDOG))
 
 
-def on_first_rank(work: Callable, ranks: Ranks):
-    """Rank 0 runs `work` while the others wait; all ranks get its result, or its error. All ranks must call."""
-    result = error = None
-    if ranks.rank == 0:
-        try:
-            result = work()
-        except Exception as e:
-            error = e
-    if ranks.control is not None:
-        message = [result, error]
-        dist.broadcast_object_list(message, 0, ranks.control)
-        result, error = message
-    if error is not None:
-        raise UserError(str(error)) if isinstance(error, UserError) else error
-    return result
-
-
 def on_every_rank(work: Callable, ranks: Ranks):
-    """Each rank does it and gets its own result; or all get one error, which names the ranks and machines that had one:
-    a UserError, unless a rank's disk or network failed. All ranks must call."""
-    result, fault = None, None
+    """Each rank runs `work` and gets its own result. If some ranks fail, all raise one error with the messages of all:
+    a UserError if each is one, else a Failure. Errors are sent as text: not every error can be pickled. All ranks must
+    call."""
+    result = fault = None
     try:
         result = work()
-    except (Message, OSError) as e:
-        mistake = isinstance(e, (UserError, FileNotFoundError)) or getattr(e, "errno", 0) in PATH_MISTAKES
-        fault = f"{ranks.name}: {e}" if ranks.control else str(e), mistake
-    faults = [f for f in gather(fault, ranks) if f]
-    if faults:
-        messages, mistakes = zip(*faults, strict=True)
-        raise (UserError if all(mistakes) else Failure)("\n".join(messages))
+    except Exception as error:
+        if ranks.control is None:
+            raise
+        status, message = describe_error(error)
+        named = ranks.rank == 0 or message.startswith(ranks.name)
+        fault = status, message if named else f"{ranks.name}: {message}"
+    if ranks.control is not None:
+        device = "cuda" if dist.get_backend(ranks.control) == "nccl" else "cpu"
+        failed = torch.tensor(fault is not None, dtype=torch.int32, device=device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=ranks.control)
+        if failed:
+            statuses, messages = zip(*filter(None, gather(fault, ranks)), strict=True)
+            raise (UserError if min(statuses) == 2 else Failure)("\n".join(messages))
     return result
+
+
+def on_first_rank(work: Callable, ranks: Ranks):
+    """Rank 0 runs `work` while the others wait; all ranks get its result. All ranks must call."""
+    result = [on_every_rank(lambda: work() if ranks.rank == 0 else None, ranks)]
+    if ranks.control is not None:
+        dist.broadcast_object_list(result, 0, ranks.control)
+    return result[0]
 
 
 def collect(work: Callable, ranks: Ranks) -> list:
-    """Runs `work` on every rank -> all results on rank 0, an empty list on the others. The first error of a rank is
-    raised, unchanged, on all. All ranks must call."""
-    result = error = None
-    try:
-        result = work()
-    except (OSError, Message) as e:
-        error = e
-    except Exception as e:  # it may hold what cannot be sent
-        error = RuntimeError(f"{type(e).__name__}: {e}")
-    answers = [(result, error)]
-    if ranks.control is not None:
-        answers = [None] * ranks.world_size if ranks.rank == 0 else None
-        dist.gather_object((result, error), answers, group=ranks.control, group_dst=0)
-    error = on_first_rank(lambda: next((error for _, error in answers if error is not None), None), ranks)
-    if error is not None:
-        raise error
-    return [result for result, _ in answers or ()]
+    """Runs `work` on every rank -> all results on rank 0, an empty list on the others. All ranks must call."""
+    result = on_every_rank(work, ranks)
+    if ranks.control is None:
+        return [result]
+    results = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(result, results, group=ranks.control, group_dst=0)
+    return results or []
 
 
 def gather(value, ranks: Ranks) -> list:

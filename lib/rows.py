@@ -30,7 +30,7 @@ import numpy as np
 
 from config import Config
 from lib import progress, text
-from lib.errors import RankError, UserError
+from lib.errors import UserError
 from lib.files import make_folder, read_ahead, retry
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer
@@ -118,7 +118,7 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
 
     content = retry(read, shard.path)
     if len(content) < size:
-        raise RankError(f"{shard.path} on {platform.node()} is shorter than at the start: copy it again")
+        raise UserError(f"{shard.path} on {platform.node()} is shorter than at the start: copy it again")
     return np.frombuffer(content, f"<u{shard.width}")
 
 
@@ -189,7 +189,7 @@ class Catalog:
         if len(kinds) > 1:
             raise UserError(f"{flag}: {text.MIXED}")
         if expected and [s.sha256 for s in splits["train"]] != [s.sha256 for s in expected[0]["train"]]:
-            raise RankError(f"{flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
+            raise UserError(f"{flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
         return splits, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _index(self, folder):
@@ -207,15 +207,11 @@ class Catalog:
         return self.indexes[folder]
 
 
-class TooLittle(UserError):
-    """A split has no row."""
-
-
-def _too_little(split: str, content: str, change: str) -> TooLittle:
+def _too_little(split: str, content: str, change: str) -> UserError:
     name, more = "training data", ""
     if split == "val":
         name, more = "validation split", ", name a --val_data, or turn evaluation off with --eval_every 0"
-    return TooLittle(f"The {name} has {content}: give more text or a {change} --seq_len{more}")
+    return UserError(f"The {name} has {content}: give more text or a {change} --seq_len{more}")
 
 
 # ---- sources
@@ -230,7 +226,7 @@ def _shift_targets(source, blocks):
 
 class ShardRows:
     """Rows of seq_len tokens of a long sequence: stretches of shards, one after another. A delimiter begins each
-    document; None: unknown. Reading an id beyond the vocabulary raises RankError."""
+    document; None: unknown. Reading an id beyond the vocabulary raises UserError."""
 
     note, id_bits = "", np.uint32(2**32 - 1)
 
@@ -258,7 +254,7 @@ class ShardRows:
         tokens = np.concatenate([read_shard(shard, max(start - begin, 0), stop - begin) for shard, begin in pieces])
         ids, vocab_size = tokens & self.id_bits, self.config.model_config.vocab_size
         if ids.max() >= vocab_size:
-            raise RankError(
+            raise UserError(
                 f"{self.place_of(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
                 " tokenizer and --model (or --vocab_size) must match"
             )
@@ -424,11 +420,8 @@ class Stream:
 
     def _take(self, number):
         before, lane = divmod(number, self.config.lanes)  # rows of the lane before this one, and the lane
-        try:
-            # The rows before it belong to other ranks.
-            tokens, position = next(row for row in self.lanes[lane] if row[1].given > before)
-        except UserError as e:
-            raise RankError(str(e)) from None  # other ranks may not have met it
+        # The rows before it belong to other ranks.
+        tokens, position = next(row for row in self.lanes[lane] if row[1].given > before)
         assert position.given == before + 1
         self.positions[str(lane)] = position
         return tokens

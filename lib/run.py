@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -21,26 +22,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
 from lib import progress, torch_private
-from lib.errors import Failure, UserError, describe_error, nearest, printable, say_error
-from lib.files import fill_old_lock, make_folder, read_json, write_json
+from lib.errors import FOLLOWED, UserError, describe_error, nearest, printable, say_error, write_error
+from lib.files import fill_old_lock, make_folder, write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 TOGETHER = 2.0  # seconds within which signals are one
-EXCHANGE = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than ranks.WATCHDOG
 ANSWER = 20.0  # seconds that a stopping rank waits for others
-ASK = 2.0  # seconds between two questions whether other ranks progress; ASK + EXCHANGE is less than ranks.WATCHDOG
+BEAT = 1.5  # seconds between two reports of a rank to the store
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
-PATIENCE = 35.0  # seconds that a job waits for the lock
+PATIENCE = 40.0  # seconds that a job waits for the lock: more than files.EMPTY
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 TRACKERS = ("tensorboard", "wandb")
-STATUS_LOCK = threading.RLock()  # held while status.json is written; a watchdog that ends the process keeps it
+EXIT = {"running": None, "finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state -> exit status
 logger = logging.getLogger("flatland")
 
 
@@ -68,20 +67,6 @@ def start_logging(folder: Path | None, on_screen: bool = True) -> None:
         screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
         file.setFormatter(prefixed)
         logger.handlers = [screen, file] if on_screen else [file]
-
-
-def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
-    """state: running, finished, stopped, error (a user error) or failed."""
-    status = {
-        "state": state,
-        "step": step,
-        "exit_code": exit_code,
-        "message": message,
-        "time": time.time(),
-        "attempt": os.environ.get("TORCHELASTIC_RUN_ID"),  # for the launcher
-    }
-    with STATUS_LOCK:
-        write_json(folder / "status.json", status)
 
 
 def age_of(process: int | str) -> float:
@@ -144,17 +129,15 @@ def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
 # ---- the run
 
 
-class PeerFailure(Failure):
-    """This rank ended after a request to stop, so the cause of a failure is to be found elsewhere."""
-
-
 class Run:
     """One job in its run folder: the folder and its lock, log.txt, status.json, signals to stop, the watchdog, where
     time goes, and how it ended. All ranks must enter it together.
 
         with Run(config, ranks) as run: ...
 
-    An error inside is reported once, on stderr and in status.json, and becomes `exit_code`."""
+    An error inside is shown once, and becomes `exit_code`. Each rank that fails takes a number from the store before it
+    ends, and so before another rank can fail because of it: number 1 is the first cause, whatever the clocks of the
+    hosts say. Its message is in the store. Rank 0 writes that to status.json and log.txt."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
@@ -163,6 +146,8 @@ class Run:
         self.groups: list[dist.ProcessGroup] = []  # of the model; the watchdog counts their collectives
         self.hang_limit = max(config.timeout, LONG)
         self.began, self.exit_code = False, 1
+        self.ended, self.status_lock = False, threading.Lock()  # ended: status.json tells the end
+        self.store = ranks.store or dist.HashStore()
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
         self.pending_vote = None
 
@@ -174,24 +159,16 @@ class Run:
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
         on_every_rank(self._check_shared, self.ranks)  # after an error the lock is released with this object
-        if self.ranks.rank == 0:
-            self._drop_old_request()
         self.watchdog = Watchdog(self)
         return self
 
-    def _drop_old_request(self) -> None:
-        """Removes a request to stop that is older than this process and its torchrun. The launcher and train.sbatch do
-        that earlier, and make the log folder of their attempt."""
-        request, attempt = self.folder / "logs" / "stop", os.environ.get("TORCHELASTIC_RUN_ID")
-        if attempt and any(self.folder.glob(f"logs/*/{attempt}")):
-            return
-        with contextlib.suppress(OSError):  # there is none, or torchrun's process is not visible here
-            if time.time() - request.stat().st_mtime > age_of(os.getppid() if attempt else "self"):
-                request.unlink()
-
     def _take_folder(self) -> str:
+        self.is_new = not self.folder.exists()
         make_folder(self.folder, "--out")
         self.lock = take_lock(self.folder)
+        # The launcher and train.sbatch make a log folder of the attempt, and remove older requests to stop.
+        if not any(self.folder.glob(f"logs/*/{os.environ.get('TORCHELASTIC_RUN_ID') or 'none'}")):
+            (self.folder / "logs" / "stop").unlink(missing_ok=True)
         return self.lock.token
 
     def _check_shared(self) -> None:
@@ -209,10 +186,18 @@ class Run:
         """From now on status.json and log.txt are this job's; `step` is the last finished step. All ranks must
         call."""
         self.began, self.clock.step = True, step
-        on_first_rank(lambda: write_status(self.folder, "running", step), self.ranks)
+        on_first_rank(lambda: self.write_status("running", step), self.ranks)
         start_logging(self.folder if self.ranks.rank == 0 else None)
         for message in warnings:
             logger.warning(message)
+
+    def write_status(self, state: str, step: int, message: str = "") -> None:
+        """Replaces status.json, unless it tells the end. state: a key of EXIT. Rank 0 calls this."""
+        status = {"state": state, "step": step, "exit_code": EXIT[state], "message": message, "time": time.time()}
+        with self.status_lock:
+            if not self.ended:
+                write_json(self.folder / "status.json", status | {"attempt": os.environ.get("TORCHELASTIC_RUN_ID")})
+                self.ended = state != "running"
 
     def agrees_to_stop(self, failed: bool = False) -> bool:
         """Casts this step's vote and returns the outcome of the step before, so nobody waits for the answer. A request
@@ -242,7 +227,7 @@ class Run:
             logger.info(f"Stopped {message} after step {step}; the same command resumes from there")
 
         def record() -> None:
-            write_status(self.folder, state, step, 0, message)
+            self.write_status(state, step, message)
             (self.folder / "logs" / "stop").unlink(missing_ok=True)
 
         on_first_rank(record, self.ranks)
@@ -250,36 +235,38 @@ class Run:
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
         if isinstance(error, Exception):
-            self._report(error)
+            self.exit_code, message = describe_error(error)
+            self.report("user" if self.exit_code == 2 else "failure", message)
         elif error is None:
             self.exit_code = 0
         self.watchdog.ended = True
         if self.lock:
+            refused = self.exit_code == 2 and not (self.folder / "checkpoints").exists()
+            if self.is_new and (refused or not self.began):
+                shutil.rmtree(self.folder)
             self.lock.release()
-            if not self.began:
-                with contextlib.suppress(OSError):  # it was there before, with files
-                    self.folder.rmdir()
         return isinstance(error, Exception)
 
-    def _report(self, error: Exception) -> None:
-        """Says what ended the run, on stderr and in status.json."""
-        self.exit_code, message, alone = describe_error(error)
-        self.record_end(error, "error" if self.exit_code == 2 else "failed", self.exit_code, message)
-        if self.ranks.rank == 0 or alone:  # rank 0 reports an error that all ranks have
-            say_error(message)
-        else:
-            time.sleep(1)  # torchrun ends all ranks when one exits: rank 0, which reports, must be first
-
-    def record_end(self, error: Exception, state: str, exit_code: int, message: str) -> None:
-        """Writes the end to status.json and log.txt, unless another rank has done so or the state is empty, and the
-        error to the file that torchrun names for this rank, where launch/node.py finds the first cause."""
-        with contextlib.suppress(OSError):  # the disk is full
-            status = read_json(self.folder / "status.json")
-            if state and status.get("state") == "running":
-                write_status(self.folder, state, max(self.clock.step, status.get("step", 0)), exit_code, message)
+    def report(self, kind: str, message: str) -> None:
+        """Tells that this rank ends; kind: as in write_error."""
+        number, first = FOLLOWED, None
+        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
+            number = self.store.add("flatland/ends", 1)
+            if number == 1:
+                self.store.set("flatland/end", json.dumps([kind, message]))
+            first = json.loads(self.store.get("flatland/end"))
+        write_error(kind, message, FOLLOWED if kind == "stopped" else number, self.clock.step)
+        if number == 1 or first != [kind, message]:
+            say_error(message, "error: " * (kind != "stopped"))
+        if self.ranks.rank == 0 and self.began and not self.ended:
+            first_kind, message = first or (kind, message)
+            state = {"user": "error", "stopped": "stopped"}.get(first_kind, "failed")
+            with contextlib.suppress(OSError):  # the disk is full, or the folder is gone
+                self.write_status(state, self.clock.step, message)
                 start_logging(self.folder, on_screen=False)  # there it is `error: ...`
                 logger.error(message)
-            get_error_handler().record_exception(error)
+        if self.ranks.world_size > 1 and kind != "stopped":
+            time.sleep(2)  # torchrun ends all ranks when one exits: the others report, too
 
 
 # ---- signals, and ranks that hang
@@ -290,25 +277,20 @@ class Watchdog:
     process at a second signal or request, when the run folder's lock is lost, or when it hangs.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
-    signal on. The process hangs when no step ends for --timeout seconds, or when no rank reports progress
-    (lib/progress.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Then every
-    rank's watchdog writes its Python stacks to stderr, and the ranks exchange their positions through the store. So the
-    rank that is behind is named even if all main threads are blocked."""
+    signal on. The process hangs when no step ends for --timeout seconds, or when no rank makes progress
+    (lib/progress.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Each rank
+    reports its position to the store where the ranks met. Only a rank that has waited too long reads the reports. So
+    the rank that is behind is named even if all main threads are blocked, and waiting ranks cost nothing."""
 
     def __init__(self, run: Run):
-        self.run, self.ranks, self.clock = run, run.ranks, run.clock
-        self.store = None
-        if self.ranks.world_size > 1:  # its own connection to the store where the ranks met
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self.store = dist.TCPStore(address, port, timeout=timedelta(seconds=EXCHANGE))
+        self.run, self.ranks, self.clock, self.store = run, run.ranks, run.clock, run.store
         self.stopped_at = 0.0  # when the first request to stop came
-        # when the ranks last exchanged whether they progress; the number of their reports; when it last grew
-        self.asked_at, self.reports, self.reported_at = 0.0, 0, 0.0
+        self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
         for number in STOPS:
             signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
         self.signals, self.sender = socket.socketpair()
-        self.signals.settimeout(1.0)
+        self.signals.settimeout(BEAT)
         self.sender.setblocking(False)
         signal.set_wakeup_fd(self.sender.fileno())  # also while the main thread is in C++
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
@@ -322,7 +304,11 @@ class Watchdog:
                 return
             self._obey(arrived)
             if lost := self.run.lock and self.run.lock.compromise:
-                self._end(f"--out {self.run.folder}: the lock is lost, perhaps to another job ({lost.reason})", "")
+                self.run.ended = True  # status.json may be another job's by now
+                what = f"the lock is lost, perhaps to another job ({lost.reason})"
+                self._end("failure", f"--out {self.run.folder}: {what}")
+            with contextlib.suppress(RuntimeError):  # the store is gone with its machine
+                self._beat()
             self._check_progress()
 
     def _obey(self, arrived: bytes) -> None:
@@ -337,63 +323,61 @@ class Watchdog:
         if not self.run.stop_reason:
             self.run.stop_reason, self.stopped_at = reason, now
         if "now" in requests or (reason != STOP_REASON and now - self.stopped_at > TOGETHER):
-            self._end("stopped at once, without saving", "stopped")
+            self._end("stopped", "stopped at once, without saving")
+        if self.clock.stack[-1] in ("start", "compile"):  # nothing is to be saved
+            # Of several ranks, status 1 makes torchrun end the others.
+            self._end("stopped", "stopped before the first step", int(self.ranks.world_size > 1))
+
+    def _idle(self) -> float:
+        """Seconds since this rank's last step or progress."""
+        return time.perf_counter() - max(self.clock.since, progress.advanced_at)
+
+    def _beat(self) -> None:
+        """Reports this rank's position: the last step and the number of collectives that it has started."""
+        self.beats += 1
+        groups = [None, self.ranks.control, *self.run.groups] if self.ranks.world_size > 1 else []
+        position = self.clock.step, sum(map(torch_private.count_collectives, groups))
+        text = f"{self.ranks.name} is behind: its last step was {self.clock.step}, it is in {self.clock.stack[-1]!r}"
+        self.store.set(f"flatland/{self.ranks.rank}", json.dumps([self.beats, position, self._idle(), text]))
 
     def _check_progress(self) -> None:
-        now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
-        if self.run.stop_reason and phase in ("start", "compile"):  # nothing is to be saved
-            # Of several ranks, status 1 makes torchrun end the others.
-            self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
-        since, limit = self.clock.since, timeout
-        if phase not in ("steps", "data"):
-            self._exchange_progress(now)
-            since, limit = max(since, progress.advanced_at, self.reported_at), self.run.hang_limit
-        if now - since > limit:
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            what = f"After step {self.clock.step}: no step has ended for {now - since:.0f} s, in phase {phase!r}"
-            self._end("; ".join([f"{what} (limit {limit} s; --timeout {timeout})", *self._find_behind()]))
-
-    def _exchange_progress(self, now: float) -> None:
-        """Reports whether this rank has made progress since the last call, and learns whether any rank has."""
-        if self.store is None or now - self.asked_at < ASK:
+        phase, now = self.clock.stack[-1], time.perf_counter()
+        waited, limit = now - self.clock.since, self.run.config.timeout
+        may_wait = phase not in ("steps", "data")  # for a rank that makes progress
+        if may_wait:
+            waited, limit = min(self._idle(), now - self.others_at), self.run.hang_limit
+        if waited <= limit:
             return
-        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            reports = self.store.add("flatland/progress", int(progress.advanced_at > self.asked_at))
-            if reports > self.reports:
-                self.reports, self.reported_at = reports, now
-        self.asked_at = now
+        idle, behind = self._ask_all()
+        if may_wait and idle <= limit:
+            self.others_at = now - idle
+            return
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        what = f"After step {self.clock.step}: no step has ended for {waited:.0f} s, in phase {phase!r}"
+        what += f" (limit {limit} s; --timeout {self.run.config.timeout})"
+        self._end("hang", "; ".join([what, *behind]))
 
-    def _find_behind(self) -> list[str]:
-        """Describes the ranks that do not answer within EXCHANGE seconds, or else the ranks that are behind: in
-        five requests to the store, for any number of ranks. A single rank is never behind."""
-        if self.store is None:
-            return []
-        started, answers = 0, {}  # collectives; {rank: (step, collectives), and a description}
-        for group in [None, self.ranks.control, *self.run.groups]:
-            with contextlib.suppress(RuntimeError):
-                started += torch_private.count_collectives(group)
-        ranks, step = range(self.ranks.world_size), self.clock.step
-        text = f"{self.ranks.name} is behind: its last step was {step}, it is in {self.clock.stack[-1]!r}"
-        key = f"flatland/{self.run.nonce}/"
-        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            self.store.append(f"{key}answers", json.dumps([self.ranks.rank, [[step, started], text]]) + "\n")
-            if self.store.add(f"{key}count", 1) == len(ranks):
-                self.store.set(f"{key}complete", "")
-            with contextlib.suppress(RuntimeError):  # not all have answered
-                self.store.wait([f"{key}complete"])
-            answers = dict(map(json.loads, self.store.get(f"{key}answers").splitlines()))
-        positions = [position for position, _ in answers.values()]
-        silent = [f"rank {r} does not answer: stopped, gone, or cut off" for r in ranks if answers and r not in answers]
-        return silent or [text for position, text in answers.values() if position == min(positions) < max(positions)]
+    def _ask_all(self) -> tuple[float, list[str]]:
+        """-> (seconds since any rank made progress; descriptions of the ranks whose reports do not change within three
+        beats, or else of the ranks that are behind)"""
+        keys = [f"flatland/{rank}" for rank in range(self.ranks.world_size)]
+        try:
+            before = self.store.multi_get(keys)
+            for _ in range(3):
+                time.sleep(BEAT)
+                self._beat()
+            after = self.store.multi_get(keys)
+        except RuntimeError:  # the store is gone with its machine
+            return self._idle(), []
+        silent = [rank for rank, report in enumerate(before) if report == after[rank]]
+        _, positions, idle, texts = zip(*map(json.loads, after), strict=True)
+        first, last = min(positions), max(positions)
+        behind = [text for position, text in zip(positions, texts, strict=True) if position == first < last]
+        return min(idle), [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent] or behind
 
-    def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
-        """Ends this process with the status `code`. state: for status.json; empty: the run folder is another job's by
-        now."""
-        message, failed = f"{self.ranks.name}: {what}", state != "stopped"
-        say_error(message, "error: " * failed)
-        error = PeerFailure(message) if self.run.stop_reason else Failure(message)
-        if STATUS_LOCK.acquire(timeout=ANSWER):  # and never releases it: the main thread must not write "running" again
-            self.run.record_end(error, state, int(failed), message)
+    def _end(self, kind: str, what: str, code: int = 1) -> None:
+        """Ends this process with the status `code`."""
+        self.run.report(kind, f"{self.ranks.name}: {what}")
         os._exit(code)
 
 
@@ -406,14 +390,17 @@ def take_lock(folder: Path) -> SoftFileLease:
     so is an empty lock. Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
     lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
-    fill_old_lock(folder / "lock")
-    try:
-        lock.acquire(timeout=PATIENCE)
-    except Timeout:
-        owner = lock.owner  # None: it died before it wrote its name
-        who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
-        raise UserError(
-            f"--out {folder}: {who} is training there; stop it with `bash launch.sh stop`, or remove {folder}/lock if"
-            " no job is training there"
-        ) from None
-    return lock
+    end = time.monotonic() + PATIENCE
+    while True:
+        fill_old_lock(folder / "lock")  # which may become old meanwhile
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=min(PATIENCE, 5))
+            return lock
+        if time.monotonic() > end:
+            break
+    owner = lock.owner  # None: it died before it wrote its name
+    who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
+    raise UserError(
+        f"--out {folder}: {who} is training there; stop it with `bash launch.sh stop`, or remove {folder}/lock if"
+        " no job is training there"
+    )

@@ -1,6 +1,7 @@
 """lib/run.py: verdicts are the same on all ranks. Two jobs never have one run folder: the other job is a process of its
 own."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -19,7 +20,7 @@ from lib import run as guard
 from lib.errors import UserError, describe_error
 from lib.files import read_json
 from lib.ranks import ALONE, Ranks
-from lib.run import take_lock, write_status
+from lib.run import take_lock
 from test_shard import run_ranks
 
 # Each rank's watchdog names rank 1, which hangs before the first collective of the first step.
@@ -27,12 +28,13 @@ HANG = r"""
 import re
 ranks = init_ranks()
 run = guard.Run(guard.Config(), ranks)
-run.nonce = "first"
 run.clock.switch("compile")
 watchdog = guard.Watchdog(run)
 first = lambda: torch.distributed.all_reduce(torch.ones(1), async_op=True)
 work = None if ranks.rank else first()
-behind = watchdog._find_behind()
+watchdog._beat()
+torch.distributed.barrier(ranks.control)
+_, behind = watchdog._ask_all()
 watchdog.ended = True
 (work or first()).wait()
 assert re.fullmatch(r"rank 1 on \S+ is behind: its last step was 0, it is in 'compile'", *behind), behind
@@ -64,12 +66,12 @@ leave(ranks)
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
-    write_status(tmp_path, "running", 7)
     monkeypatch.setattr(guard, "LEASE", 0.9)
-    monkeypatch.setattr(guard, "STATUS_LOCK", threading.RLock())  # an ending watchdog keeps it
     before = {number: signal.getsignal(number) for number in guard.STOPS}
     run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
     run.lock = take_lock(tmp_path)
+    run.began, run.clock.step = True, 7
+    run.write_status("running", 7)
 
     def leave(status: int) -> None:
         run.watchdog.ended = [status]
@@ -106,12 +108,11 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watche
     """Reading weights may take longer than whoever asked waits. A resumed run keeps its step. What the main thread
     still writes does not count."""
     watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
+    watched.watchdog._beat = lambda: None  # there are no groups
     os.kill(os.getpid(), signal.SIGTERM)
     wait_until(lambda: watched.watchdog.ended)
     assert watched.watchdog.ended == [ranks - 1]  # alone it is no failure; of several, torchrun ends the others
-    late = threading.Thread(target=write_status, args=(tmp_path, "running", 8), daemon=True)
-    late.start()
-    late.join(0.2)
+    watched.write_status("running", 8)
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", 7, 0)
     assert re.fullmatch("rank 0 on .*: stopped before the first step\n", capsys.readouterr().err)
@@ -120,45 +121,49 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watche
 @pytest.mark.parametrize("rank", ["no", "this", "another", "the only"])
 def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     """In the start, beyond the limit. Nothing else counts, such as what the kernel says of this process's files."""
-    store = dist.HashStore()
-    watched.watchdog.store = store if rank != "the only" else None
-    watched.watchdog._find_behind = list
-    store.add("flatland/progress", int(rank == "another"))
+    monkeypatch.setattr(guard, "BEAT", 0.0)
+    ranks = 1 if rank == "the only" else 2
+    watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
+    monkeypatch.setattr(guard.torch_private, "count_collectives", lambda group: 5)
+    watched.store.set("flatland/1", json.dumps([1, [0, 15], 30.0 if rank == "another" else 90.0, "rank 1 is behind"]))
     watched.hang_limit, long_ago = 60, time.perf_counter() - 90
     monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank in ("this", "the only") else 0.0)
     watched.clock.since = long_ago
     watched.watchdog._check_progress()
     assert watched.watchdog.ended == ([1] if rank == "no" else False)
-    assert store.add("flatland/progress", 0) == int(rank in ("this", "another"))  # it tells the others
+    assert (time.perf_counter() - watched.watchdog.others_at < 40) == (rank == "another")
 
 
 @pytest.mark.parametrize(("ranks", "silent"), [(1, []), (3, []), (12, []), (6, [4])])
-def test_hanging_ranks_name_the_one_behind_in_few_requests(ranks, silent):
+def test_hanging_ranks_name_the_one_behind_in_few_requests(monkeypatch, ranks, silent):
     """Rank 2 of 3 or more is a step behind. The requests of a rank do not grow with the ranks."""
-    limit = timedelta(seconds=60)
+    monkeypatch.setattr(guard, "BEAT", 0.3)
+    monkeypatch.setattr(guard.torch_private, "count_collectives", lambda group: 5)
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    clients = {rank: dist.TCPStore("127.0.0.1", host.port, timeout=limit) for rank in {*range(ranks)} - {*silent}}
-    for client in clients.values() if silent else ():
-        client.set_timeout(timedelta(seconds=1))
-    named, stores = {}, {rank: mock.Mock(wraps=client) for rank, client in clients.items()}
+    named, stores, dogs = {}, {}, []
+    for rank in range(ranks):
+        client = dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=60))
+        stores[rank] = mock.Mock(wraps=client)
+        run = guard.Run(guard.Config(), Ranks(rank, ranks, ALONE.device, store=stores[rank]))
+        run.clock.step, run.clock.stack = 6 if rank == 2 else 7, ["saves"]
+        with mock.patch.object(guard, "threading"), mock.patch.object(guard.signal, "signal"):
+            dogs.append(guard.Watchdog(run))
+        dogs[-1]._beat()
+    signal.set_wakeup_fd(-1)
 
     def ask(rank: int) -> None:
-        clock = SimpleNamespace(step=6 if rank == 2 else 7, stack=["saves"])
-        run = SimpleNamespace(ranks=Ranks(rank, ranks, ALONE.device), clock=clock, groups=(), nonce="7")
-        watchdog = SimpleNamespace(run=run, ranks=run.ranks, clock=clock, store=stores[rank])
-        with mock.patch.object(guard.torch_private, "count_collectives", lambda group: 5):
-            named[rank] = guard.Watchdog._find_behind(watchdog)
+        named[rank] = dogs[rank]._ask_all()[1]
 
-    threads = [threading.Thread(target=ask, args=(rank,)) for rank in stores]
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(ranks) if rank not in silent]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     expected = [] if ranks == 1 else ["rank 4 does not answer"] if silent else ["rank 2 on .* its last step was 6"]
-    for rank, requests in stores.items():
-        assert len(named[rank]) == len(expected)
-        assert all(map(re.match, expected, named[rank]))
-        assert len(requests.method_calls) <= 5
+    for rank, messages in named.items():
+        assert len(messages) == len(expected)
+        assert all(map(re.match, expected, messages))
+        assert len(stores[rank].method_calls) <= 6
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -203,25 +208,20 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
     with pytest.raises(UserError, match="an unnamed process is training .*remove .*/lock if no job"):
         take_lock(tmp_path)
     monkeypatch.setattr(guard, "PATIENCE", 10)
-    os.utime(tmp_path / "lock", (1, 1))  # since a power failure
-    take_lock(tmp_path).release()
+    monkeypatch.setattr("lib.files.EMPTY", time.time() - (tmp_path / "lock").stat().st_mtime + 2)
+    take_lock(tmp_path).release()  # it is empty since a power failure, but old enough only while this job waits
 
 
-@pytest.mark.parametrize("attempt, age, kept", [
-    (None, 3600, False), (None, 0, True), ("plain", 3600, False), ("plain", 0, True), ("ours", 3600, True),
-])  # fmt: skip
-def test_only_an_old_request_to_stop_is_dropped(tmp_path, monkeypatch, attempt, age, kept):
-    """Under plain torchrun, too; the launcher has made a log folder of the attempt and removed older requests."""
-    monkeypatch.setattr(guard, "age_of", lambda process: 60 if process == (os.getppid() if attempt else "self") else 0)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if attempt:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", attempt)
+@pytest.mark.parametrize("attempt", ["", "plain", "ours"])
+def test_an_old_request_to_stop_is_dropped(tmp_path, monkeypatch, attempt):
+    """The launcher has made a log folder of the attempt and removed older requests."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", attempt)
     (tmp_path / "logs/node1/ours").mkdir(parents=True)
-    request = tmp_path / "logs/stop"
-    request.touch()
-    os.utime(request, (time.time() - age,) * 2)
-    guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)._drop_old_request()
-    assert request.exists() == kept
+    (tmp_path / "logs/stop").touch()
+    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
+    run._take_folder()
+    run.lock.release()
+    assert (tmp_path / "logs/stop").exists() == (attempt == "ours")
 
 
 def test_a_broken_file_of_the_compiler_names_its_cache(capsys):
@@ -231,13 +231,24 @@ def test_a_broken_file_of_the_compiler_names_its_cache(capsys):
     assert "rm -r" not in describe_error(RuntimeError("/tmp/ab/c.so: no"))[1]
 
 
-def test_an_error_is_in_status_json_and_log_txt(tmp_path, capsys):
-    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), Ranks(1, 2, ALONE.device))
-    write_status(tmp_path, "running", 7)
-    for message in ("the first\nhas two lines", "of another rank"):  # only the first counts
-        run.record_end(guard.Failure(message), "failed", 1, message)
-    assert read_json(tmp_path / "status.json")["message"] == "the first\nhas two lines"
+def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_json(tmp_path, monkeypatch, capsys):
+    """Rank 1 fails first, rank 2 with the same error: it is shown once. The failure of rank 0 follows from it."""
+    monkeypatch.setattr(guard.time, "sleep", lambda _: None)
+    store, config = dist.HashStore(), SimpleNamespace(out=str(tmp_path), timeout=600)
+    runs = [guard.Run(config, Ranks(rank, 3, ALONE.device, store=store)) for rank in range(3)]
+    runs[0].began, runs[0].clock.step = True, 7
+    runs[0].write_status("running", 7)
+    message = "the first\nhas two lines"
+    for rank, text in ((1, message), (2, message), (0, "a connection was reset")):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        monkeypatch.setenv("RANK", str(rank))
+        runs[rank].report("user" if rank else "failure", text)
+    status = read_json(tmp_path / "status.json")
+    assert (status["state"], status["exit_code"], status["message"]) == ("error", 2, message)
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split("] ")[1] for line in lines] == ["the first", "has two lines"]
+    assert [line.split("] ")[1] for line in lines] == message.splitlines()
     assert " E [run.py:" in lines[0]
-    assert not any(capsys.readouterr())
+    assert capsys.readouterr() == ("", f"error: {message}\nerror: a connection was reset\n")
+    errors = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
+    assert [error["order"] for error in errors] == [3, 1, 2]
+    assert (errors[1]["rank"], errors[1]["kind"], errors[1]["message"]) == ("1", "user", message)
