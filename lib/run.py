@@ -287,6 +287,7 @@ class Watchdog:
         self.stopped_at = 0.0  # when the first request to stop came
         self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
+        self._beat()  # a rank may stop before its next one
         for number in STOPS:
             signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
         self.signals, self.sender = socket.socketpair()
