@@ -21,6 +21,7 @@ import torch
 import checkpoint
 import plan
 from config import parse_args
+from lib import progress
 from lib.errors import UserError, describe_error
 from lib.files import read_object
 from lib.parts import shard_slices
@@ -273,6 +274,17 @@ def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path
                 assert torch.equal(saved.read(key, slices), tensor[slices])
             assert len(opened) == sources * len(files), (saved_by, read_by, rank)
     assert open_file.cache_info().maxsize <= checkpoint.OPEN_FILES < 100
+
+
+def test_each_read_of_a_resume_is_progress(tmp_path, monkeypatch):
+    """Also that of a scalar, of which Muon and AdamW have one for each parameter."""
+    config, model, optimizer = make_state(tmp_path, *SMALL)
+    loaded = checkpoint.Checkpoint(save(tmp_path, 1, model, optimizer, {}, config))
+    assert any(not layout.shape for layout in loaded.layouts.values())
+    for key, layout in loaded.layouts.items():
+        monkeypatch.setattr(progress, "advanced_at", 0.0)
+        loaded.read(key, tuple(slice(0, n) for n in layout.shape))
+        assert progress.advanced_at, key
 
 
 READS = [  # functions that read a file in a verification and a load

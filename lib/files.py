@@ -144,11 +144,13 @@ def may_pass(error: Exception) -> bool:
 
 
 def retry(work: Callable, path: Path | str = "", transient: Callable[[Exception], bool] = may_pass):
-    """Returns work(). Tries again after an error that is `transient`; the last error is raised. An OSError gets this
-    path as its own."""
+    """Returns work(), which counts as progress. Tries again after an error that is `transient`; the last error is
+    raised. An OSError gets this path as its own."""
     for wait in (*WAITS, None):
         try:
-            return work()
+            result = work()
+            progress.advance()
+            return result
         except Exception as e:
             if isinstance(e, OSError) and e.errno and path:
                 e.filename = str(path)

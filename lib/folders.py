@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lib import lora, progress
+from lib import lora
 from lib.errors import UserError, naming
 from lib.families import FAMILIES, family, read_config
 from lib.files import (
@@ -217,7 +217,6 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
             os.fsync(file.fileno())
 
     retry(write, path)
-    progress.advance()
 
 
 # ---- reading
