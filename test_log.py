@@ -395,8 +395,8 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
 
 
 def test_trackers_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
-    for name, message in (("tensorbord", "wandb; did you mean tensorboard[?]"), ("", "wandb"), ("mlflow", "wandb")):
-        with pytest.raises(errors.UserError, match=f"--to {name!r}: expected tensorboard or {message}$"):
+    for name in ("tensorbord", ""):
+        with pytest.raises(errors.UserError, match=f"--to {name!r}: expected tensorboard or wandb$"):
             refuse_unusable([name], "--to")
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(errors.UserError, match="--track tensorboard: .*tensorboard"):

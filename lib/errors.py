@@ -107,10 +107,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}"
     traceback.print_exception(error)
-    message = f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
-    if kernel := re.search(r"(/[^\s:'\"]+)/\w\w/c\w{51}\.", message):  # compiled, or to be compiled, by torch
-        message += f"\nThe compiler's cache may be broken: delete it and try again: rm -r {kernel[1]}"
-    return 1, message
+    return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
 
 
 def write_error(kind: str, message: str, order: int, step: int = 0) -> None:

@@ -25,7 +25,7 @@ from filelock import SoftFileLease, Timeout
 
 from config import Config
 from lib import progress, torch_private
-from lib.errors import FOLLOWED, UserError, describe_error, nearest, printable, say_error, write_error
+from lib.errors import FOLLOWED, UserError, describe_error, printable, say_error, write_error
 from lib.files import fill_old_lock, make_folder, write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
@@ -69,17 +69,13 @@ def start_logging(folder: Path | None, on_screen: bool = True) -> None:
         logger.handlers = [screen, file] if on_screen else [file]
 
 
-def age_of(process: int | str) -> float:
-    """The seconds since a process of this machine started."""
-    started = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-
-
 class Clock:
     """Wall time by part. Time inside a nested part counts only for that part, so the parts add up to the whole."""
 
     def __init__(self):
-        self.begin = time.perf_counter() - age_of("self")  # includes imports
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+        self.begin = time.perf_counter() - age  # includes imports
         self.parts = Counter()  # seconds by part
         self.stack, self.since, self.step = ["start"], self.begin, 0
 
@@ -118,10 +114,7 @@ def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in TRACKERS:
-            near = nearest(name, TRACKERS)
-            raise UserError(
-                f"{flag} {name!r}: expected {' or '.join(TRACKERS)}" + f"; did you mean {near}?" * bool(near)
-            )
+            raise UserError(f"{flag} {name!r}: expected {' or '.join(TRACKERS)}")
         if importlib.util.find_spec(name) is None:
             raise UserError(f"{flag} {name}: it is not installed; {sys.executable} -m pip install {name}")
 

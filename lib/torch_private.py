@@ -3,33 +3,21 @@ public API that would replace it. If torch lacks a name, importing this module f
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
 from importlib import import_module
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-
-def _find(path: str):
-    """The object called `torch.PATH`."""
-    try:
-        return reduce(getattr, path.split("."), torch)
-    except AttributeError:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no torch.{path}: install a torch from 2.11 to 2.15 (requirements.txt)"
-        ) from None
-
-
-_all_to_all = _find("ops._c10d_functional.all_to_all_single")
-_wait = _find("ops._c10d_functional.wait_tensor")
-_count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
-_foreach_norm = _find("_foreach_norm")
-DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
+_all_to_all = torch.ops._c10d_functional.all_to_all_single
+_wait = torch.ops._c10d_functional.wait_tensor
+_foreach_norm = torch._foreach_norm
+DispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # shown every operator; waits for a public name
 # The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query.
-choose_sdpa = _find("_fused_sdp_choice")
+choose_sdpa = torch._fused_sdp_choice
 # FP8 products of matrices, and of groups of rows. torch 2.11 does not compile F.scaled_mm and F.scaled_grouped_mm, and
 # until 2.13 the latter: they replace these names when the oldest supported torch does.
-scaled_mm, scaled_grouped_mm = _find("_scaled_mm"), _find("_scaled_grouped_mm")
+scaled_mm, scaled_grouped_mm = torch._scaled_mm, torch._scaled_grouped_mm
 
 
 # ---- distributed
@@ -37,7 +25,7 @@ scaled_mm, scaled_grouped_mm = _find("_scaled_mm"), _find("_scaled_grouped_mm")
 
 def count_collectives(group) -> int:
     """How many collectives this rank has started in a group; None: the default group. Waits for a public counter."""
-    return _count_collectives(group or torch.distributed.group.WORLD)
+    return (group or torch.distributed.group.WORLD)._get_sequence_number_for_group()
 
 
 def all_to_all(x: Tensor, group_name: str, size: int) -> Tensor:
@@ -77,7 +65,7 @@ EXPENSIVE = (
 def expensive_operators() -> list:
     """Matrix products and attention: what selective checkpointing keeps. Waits for public names of these operators."""
     import_module("torch.nn.attention.varlen")  # registers its operator; takes seconds
-    return [_find(f"ops.{name}").default for name in EXPENSIVE]
+    return [attrgetter(f"{name}.default")(torch.ops) for name in EXPENSIVE]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
