@@ -238,7 +238,7 @@ def torchrun(logs, *words):
                 code, late = failure.exitcode, failure.timestamp - first > 20
                 # torchrun ends ranks with SIGTERM, later with SIGKILL. NCCL aborts a rank whose peers do not answer.
                 follows = late or code in (-signal.SIGTERM, -signal.SIGABRT)
-                order = SILENT if code > 0 else FOLLOWED if follows else KILLED
+                order = FOLLOWED if follows else KILLED
                 who = f"rank {rank} on {Path(logs).parent.name}"
                 write_json(file, {"order": order, "message": describe_end(who, code)})
         return 1

@@ -83,7 +83,7 @@ CODES = {  # how a rank without error.json ended -> order
     -11: node.KILLED,
     -15: node.FOLLOWED,
     -6: node.FOLLOWED,
-    3: node.SILENT,
+    3: node.KILLED,
 }
 
 

@@ -89,7 +89,7 @@ if end == "crash" and rank == 1:
         raise
 while end == "crash":
     time.sleep(0.1)
-    signals and sys.exit(1)
+    signals and (signal.signal(15, signal.SIG_DFL), os.kill(os.getpid(), 15))
 write("finished", step)
 """
 
@@ -207,7 +207,7 @@ def test_arguments_reach_train_as_typed_and_the_log_of_the_rank_that_failed_is_s
     assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
     assert '"attention"' not in out
     messages = [node.read_json(f)["message"] for f in sorted(stands.glob("runs/default/logs/*/*/*/*/?/error.json"))]
-    assert messages[0] == f"rank 0 on {NAME} failed with status 1"
+    assert messages[0] == f"rank 0 on {NAME} was ended by SIGTERM"
     assert messages[1].startswith("rank 1: ValueError: invalid")
     assert re.search("(?s)failed.*ended 1", checkout.says("status", "--out", "stands here/runs/default"))
     assert "ValueError" in checkout.says("logs", "--out=stands here/runs/default/", status=1)
