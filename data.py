@@ -10,6 +10,7 @@ lib/rows.py reads the rows.
 
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
+    python data.py train-tokenizer --data FILES --vocab_size N --out DIR
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green"""
 
 import copy

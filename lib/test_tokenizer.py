@@ -14,9 +14,11 @@ import tokenizers
 import tokenizers.pre_tokenizers as pre
 import transformers
 
+from config import parse_args
 from lib import tokenizer as T
 from lib.chat import chat_template, render_chat
 from lib.errors import UserError
+from lib.text import main as run_text_command
 from lib.weights import export_model, write_tokenizer
 from model import MODELS as SHAPES
 from model import Transformer
@@ -116,6 +118,32 @@ def test_a_stream_holds_whole_characters(tmp_path):
         assert feed(None) == "" and feed(ours.encode("\u65e5")[-1]) == "" and feed(None) == "\ufffd"
         with pytest.raises(UserError, match="half of a surrogate pair"):
             ours.encode("a\ud800b")
+
+
+def test_a_trained_tokenizer(tmp_path, monkeypatch, capsys):
+    """From the beginnings of documents and conversations. The size is a multiple of 64, any text comes back, and
+    transformers has the same ids."""
+    (tmp_path / "a.txt").write_text("\n".join(TEXT))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "zyxwvu " * 99, "completion": "x" * 9999 + "qqq" * 9999}))
+    monkeypatch.setattr("lib.text.SAMPLE", 20_000)
+    monkeypatch.setattr("lib.text.PIECE", 100)
+    flags = ["train-tokenizer", "--data", f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl", "--vocab_size", "1000", "--out"]
+    for name in ("one", "two"):
+        run_text_command([*flags, f"{tmp_path}/{name}"], parse_args)
+    assert capsys.readouterr().out.count(f"{tmp_path}/one: 1024 ids, ") == 1
+    one, two = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("one", "two"))
+    assert one == two and "Ġzyxwvu" in one.decode() and "qqq" not in one.decode()
+    ours, theirs = T.load_tokenizer(f"{tmp_path}/one"), transformers.AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert ours.vocab_size == len(theirs) == 1024 and ours.control["<|eot_id|>"] == 4 and ours.adds_bos
+    for text in STRINGS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.decode(ids) == theirs.decode(ids) == text
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert sum(render_chat(ours, messages, chat_template(ours, "llama"))[1]) == 2  # y<|eot_id|>
+    for more, message in (["one"], "has a tokenizer already"), (["three", "--lr", "1"], "has no use for --lr"):
+        with pytest.raises(UserError, match=message):
+            run_text_command([*flags, f"{tmp_path}/{more[0]}", *more[1:]], parse_args)
 
 
 # ---- sentencepiece

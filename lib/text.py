@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
-from lib.errors import Parser, UserError, nearest, printable, within
+from lib.errors import Parser, UserError, naming, nearest, printable, within
 from lib.files import (
     SUBSTITUTES,
     describe_content,
@@ -57,7 +57,7 @@ from lib.files import (
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
-from lib.tokenizer import load_tokenizer
+from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
 STDIN = "-"  # the name of standard input
 # The sources in lib/ that decide how text becomes tokens.
@@ -84,6 +84,8 @@ REASONS = 5  # different reasons for leaving out rows that are kept for each fil
 SHARD_TOKENS = 100_000_000
 NEEDED = "--data", "--tokenizer", "--out"  # flags of `prepare` that have no default
 OPTIONAL = "--text_field", "--chat_fields", "--skip_bad", "--model", "--weights"  # and others that it reads
+SAMPLE = 2**28  # characters from which a tokenizer is trained: it keeps their words in memory, once each
+PIECE = 2**18  # characters of it that the library gets at a time
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
@@ -324,10 +326,10 @@ class Encoder(NamedTuple):
         fields = [self.of_file(file).text_field for file in files]
         return fields if len({*fields}) > 1 else fields[0]
 
-    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
-        """-> (tokens, kind: text or chat, whose tokens carry TRAINED and BEGINS, changes and omissions in a
-        conversation). UserError if it is a bad row."""
-        content, tokenizer, name = row.content, _tokenizer(self.tokenizer), self.text_field or "text"
+    def read(self, row: TextRow) -> tuple[str, tuple[list[dict], dict, Notes] | None]:
+        """-> (the text of a document, None), or ("", what find_messages returns for a conversation). UserError if it is
+        a bad row."""
+        content, name = row.content, self.text_field or "text"
         if isinstance(content, UserError):
             raise content
         if isinstance(content, bytes):
@@ -343,21 +345,44 @@ class Encoder(NamedTuple):
         text = fields.get(name)
         is_named = self.text_field and isinstance(text, str)
         if not is_named and (chat := find_messages(fields, self.chat_fields)):
-            messages, inputs, notes = chat
-            template = chat_template(tokenizer, self.chat, inputs.get("tools"))
-            ids, mask = render_chat(tokenizer, messages, template, inputs, notes)
-            if not any(mask):
-                raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
-            tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
-            tokens[0] |= BEGINS
-            return tokens, "chat", notes
+            return "", chat
         if not isinstance(text, str):
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
             found = found[:300] or type(content).__name__
             raise UserError(
                 f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
-        return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
+        return text, None
+
+    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
+        """-> (tokens, kind: text or chat, whose tokens carry TRAINED and BEGINS, changes and omissions in a
+        conversation). UserError if it is a bad row."""
+        tokenizer = _tokenizer(self.tokenizer)
+        text, chat = self.read(row)
+        if not chat:
+            return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
+        messages, inputs, notes = chat
+        template = chat_template(tokenizer, self.chat, inputs.get("tools"))
+        ids, mask = render_chat(tokenizer, messages, template, inputs, notes)
+        if not any(mask):
+            raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
+        tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+        tokens[0] |= BEGINS
+        return tokens, "chat", notes
+
+
+def sample_texts(files: list[TextFile], encoder: Encoder, size: int) -> Iterator[str]:
+    """Up to `size` characters of documents and messages, the same share of each file, from its beginning."""
+    for i, file in enumerate(files):
+        rest = size * (i + 1) // len(files) - size * i // len(files)
+        for row in file.rows(0, 0):
+            with naming(f"{file.name} row {row.number}"):
+                text, chat = encoder.of_file(file).read(row)
+            for part in [str(message.get("content", "")) for message in chat[0]] if chat else [text]:
+                yield from (part[start : min(start + PIECE, rest)] for start in range(0, min(len(part), rest), PIECE))
+                rest -= min(len(part), rest)
+            if not rest:
+                break
 
 
 def _decode(value):
@@ -683,29 +708,56 @@ VERBS = {
         "help": "compares shards with their headers and checksums: verify DIR|FILE ...",
         "flags": {"path": dict(nargs="+", type=Path, help="folders or .bin files")},
     },
+    "train-tokenizer": {
+        "help": "learns a tokenizer from text: train-tokenizer --data FILES --vocab_size N --out DIR",
+        "epilog": "--text_field and --chat_fields say how text is read. Of more than 256 MB the beginning of each file"
+        " is used.",
+        "flags": {"--vocab_size": dict(type=within(int, 261, 2**20), required=True, help="ids, at least 261")},
+    },
     "show": {"help": "prints --n rows (3) as the model sees them: show --data FILES [any flag of train.py]"},
 }
 
 
+def _train_tokenizer(sources, encoder, out, vocab_size):
+    """Trains a tokenizer, and measures it on the first million characters."""
+    if holds_tokenizer(out):
+        raise UserError(f"--out {out} has a tokenizer already: name another folder")
+    texts, first = sample_texts(sources, encoder, SAMPLE), []
+    while sum(map(len, first)) < 1_000_000 and (text := next(texts, None)) is not None:
+        first.append(text)
+    size = sum(len(text.encode()) for text in first)
+    if not size:
+        raise UserError(f"--data {sources[0].name} has no text")
+    train_tokenizer(itertools.chain(first, texts), vocab_size, out)
+    tokenizer = load_tokenizer(str(out))
+    ratio = size / sum(len(tokenizer.encode(text)) for text in first)
+    print(f"{out}: {tokenizer.vocab_size} ids, {ratio:.2f} bytes per token")
+    print(f"Use it: --tokenizer {out} --vocab_size {tokenizer.vocab_size}")
+
+
 def main(argv: list[str], parse_args: Callable) -> None:
-    """argv: prepare or verify, and its flags. parse_args: config.parse_args, for the flags that describe the text."""
+    """argv: a verb other than show, and its flags. parse_args: config.parse_args, for the flags about the text."""
     parser = Parser(prog="data.py")
-    commands = parser.add_subparsers(required=True, metavar="VERB")
-    prepares, *_ = (commands.add_parser(verb, **about) for verb, about in VERBS.items())
+    commands = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
+    parsers = {verb: commands.add_parser(verb, **about) for verb, about in VERBS.items()}
     args, flags = parser.parse_known_args(["--data" if word == "--input" else word for word in argv])
     if "path" in args:
         parser.parse_args(argv)  # refuses other flags
         if wrong := [line for path in args.path for line in verify(path)]:
             raise UserError("\n".join(wrong))
         return print(f"{', '.join(map(str, args.path))}: all is as it should be")
-    prepares.refuse_typos(flags)
+    parsers[args.verb].refuse_typos(flags)
     config = parse_args(flags)
     given = {f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in flags if word.startswith("--")}
-    if missing := [flag for flag in NEEDED if flag not in given]:
-        raise UserError(f"prepare needs {', '.join(missing)}")
-    if unread := given.difference(NEEDED, OPTIONAL):
-        raise UserError(f"prepare has no use for {', '.join(sorted(unread))}")
+    trains = args.verb == "train-tokenizer"
+    needed, optional = (NEEDED[::2], OPTIONAL[:2]) if trains else (NEEDED, OPTIONAL)
+    if missing := [flag for flag in needed if flag not in given]:
+        raise UserError(f"{args.verb} needs {', '.join(missing)}")
+    if unread := given.difference(needed, optional):
+        raise UserError(f"{args.verb} has no use for {', '.join(sorted(unread))}")
     sources, out = [file for spec in config.data for file in find_entry(spec, "--data", config)], Path(config.out)
+    if trains:
+        return _train_tokenizer(sources, Encoder.of(config), out, args.vocab_size)
     files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
     print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
     print(f"Use it: --data {out} --tokenizer {config.tokenizer}")

@@ -18,11 +18,12 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lib.errors import UserError, naming, printable
-from lib.files import read_file, read_object
+from lib.files import make_folder, read_file, read_object, write_json
 from lib.hub import local_path
 
 USUAL_NAMES = {
@@ -270,6 +271,43 @@ def _read_templates(folder: Path, setting: str | list | dict) -> dict[str, str]:
 
 def _text_of(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
+
+
+# Llama 3's: words with the space or sign before them, up to three digits, signs, ends of lines, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# BOS, EOS, and those of our template for Llama 3.
+RESERVED = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> None:
+    """Writes a byte-level BPE, with up to vocab_size ids and further reserved ones for a multiple of 64, into a folder
+    that --tokenizer and transformers read. The tokenizers library counts the words of the texts, and does not keep
+    them."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Backend
+
+    backend, byte_level = Backend(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
+    backend.decoder = decoders.ByteLevel()
+    how = {"initial_alphabet": byte_level.alphabet(), "show_progress": sys.stderr.isatty()}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*RESERVED], **how)
+    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens([f"<|reserved_{i}|>" for i in range(-backend.get_vocab_size() % 64)])
+    bos, eos = RESERVED[:2]
+    backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, 0)])
+    make_folder(folder, "--out")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+    write_json(folder / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
+    backend.save(str(folder / "tokenizer.json"))
 
 
 def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:
