@@ -343,6 +343,11 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
     (tmp_path / "file").touch()
     output = run_here(tmp_path / "file" / "run", "--steps", 1, status=2)
     assert f"error: --out {tmp_path / 'file/run'}: Not a directory" in output
+    run_here(tmp_path / "refused", "--data", tmp_path / "absent.txt", status=2)
+    assert not (tmp_path / "refused").exists()
+    (tmp_path / "mine").mkdir()
+    run_here(tmp_path / "mine", "--data", tmp_path / "absent.txt", status=2)
+    assert_ended(tmp_path / "mine", "error", "absent.txt")
     monkeypatch.setattr(guard, "APPEARS", 0)
     monkeypatch.setattr(checkpoint, "find", None)  # nothing is loaded
     output = run_here(tmp_path / "unseen", "--steps", 1, status=2)  # by a rank
