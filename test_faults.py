@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -348,6 +349,10 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
     (tmp_path / "mine").mkdir()
     run_here(tmp_path / "mine", "--data", tmp_path / "absent.txt", status=2)
     assert_ended(tmp_path / "mine", "error", "absent.txt")
+    with monkeypatch.context() as m:  # a mistake that shows later leaves the records
+        m.setattr(train.Log, "step", mock.Mock(side_effect=[None, errors.UserError("a bad row")]))
+        run_here(tmp_path / "late", "--steps", 9, status=2)
+    assert_ended(tmp_path / "late", "error", "a bad row")
     monkeypatch.setattr(guard, "APPEARS", 0)
     monkeypatch.setattr(checkpoint, "find", None)  # nothing is loaded
     output = run_here(tmp_path / "unseen", "--steps", 1, status=2)  # by a rank

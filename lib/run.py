@@ -234,7 +234,7 @@ class Run:
             self.exit_code = 0
         self.watchdog.ended = True
         if self.lock:
-            refused = self.exit_code == 2 and not (self.folder / "checkpoints").exists()
+            refused = self.exit_code == 2 and not self.clock.step and not (self.folder / "checkpoints").exists()
             if self.is_new and (refused or not self.began):
                 shutil.rmtree(self.folder)
             self.lock.release()
