@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -372,3 +373,22 @@ def test_without_torch_scripts_say_how_to_set_up_or_start_the_environment(tmp_pa
     python.chmod(0o755)
     done = start("train.py", "--prompt", "a b")
     assert (done.returncode, done.stdout) == (7, f"<{tmp_path / 'train.py'}><--prompt><a b>")
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--data /nope/x.txt", "error: --data /nope/x.txt does not exist\n"),
+    ("--val_data none*.txt:0.5", "none*.txt does not exist\n"),
+    ("--data {tmp}/trian.txt", "trian.txt does not exist; did you mean train.txt?\n"),
+    ("--tokenizer nope.json", "error: --tokenizer nope.json: there is no folder or file of this name"),
+    ("--weights /nope", "error: --weights /nope: there is no folder or file of this name"),
+])  # fmt: skip
+def test_missing_files_are_refused_before_torch_is_imported(tmp_path, flags, message):
+    (tmp_path / "torch.py").write_text("raise SystemExit(9)")
+    (tmp_path / "train.txt").write_text("x")
+    words = [*flags.format(tmp=tmp_path).split(), "--out", tmp_path / "run"]
+    how = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": str(tmp_path), "RANK": "0"}}
+    done = subprocess.run([sys.executable, ROOT / "train.py", *words], **how)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    found = subprocess.run([sys.executable, ROOT / "train.py", "--data", tmp_path / "t*.txt"], **how)
+    assert found.returncode == 9, "torch is imported"

@@ -17,11 +17,12 @@ from types import SimpleNamespace
 
 from config import Config, parse_args, split_batch
 from lib import errors
+from lib.text import refuse_missing
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds: the environment, and mistakes in words
+if __name__ == "__main__":  # before torch is imported, which takes seconds: the environment, and a user's mistakes
     errors.prepare_python()
     errors.end_with_torchrun()
-    errors.check_words(lambda words: parse_args(words, trains=True))
+    errors.check_words(lambda words: refuse_missing(parse_args(words, trains=True)))
 
 import torch  # isort: skip
 from torch import Tensor

@@ -54,6 +54,7 @@ from lib.files import (
     retry,
     write_whole,
 )
+from lib.hub import local_path
 from lib.progress import advance
 from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
@@ -184,6 +185,23 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     if not entries:
         raise UserError(f"{flag} {spec if store else path} does not exist{hint}")
     raise UserError(f"{flag} {spec}: no file of a known format{hint}; {FORMATS} are known")
+
+
+def refuse_missing(config):
+    """Refuses paths that do not exist, before torch is imported, with the messages of those who open them -> config.
+    Only rank 0 of a fresh run looks: other machines may lack the files, and a run that continues may need none."""
+    if os.environ.get("RANK", "0") != "0" or Path(config.out, "checkpoints").exists():
+        return config
+    for flag in ("data", "val_data"):
+        for spec, _ in map(split_weight, getattr(config, flag)):
+            path = os.path.expanduser(spec)
+            elsewhere = spec == STDIN or "://" in spec
+            if not (elsewhere or os.path.exists(path) or any(glob.iglob(path, recursive=True))):
+                find_files(spec, f"--{flag}")
+    for flag in ("tokenizer", "weights", "lora_weights"):
+        if (spec := getattr(config, flag)) not in ("", "bytes"):
+            local_path(spec, f"--{flag}")
+    return config
 
 
 def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
