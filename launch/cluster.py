@@ -340,13 +340,14 @@ def check(hosts: list[Host], job: dict) -> bool:
     done = hosts[0].call(job, "run", PATIENCE, command=check_command(job, hosts))
     if hosts[0].problem:
         raise UserError(hosts[0].problem)
-    lines = done["out"].splitlines(keepends=True)
-    about = {} if done["exit"] else json.loads(lines.pop())
-    say("".join(lines), end="")
     say(done["err"], sys.stderr, end="")
     if done["exit"]:
+        say(done["out"], end="")
         sys.exit(abs(done["exit"]))
-    return about["state"] != "finished"
+    *messages, about = done["out"].splitlines()
+    for message in messages:
+        say(message)
+    return json.loads(about)["state"] != "finished"
 
 
 def session_of(out: Path, number: int) -> str:

@@ -51,7 +51,7 @@ install_torch() {  # the pinned torch: for CPUs, for an older driver, or PyPI's
 
 make_complete() {  # its caller opens the checkout's folder as descriptor 9, for the lock
   local torch pip=("$python" -m pip install --no-input --disable-pip-version-check)
-  flock -n 9 || { echo "Waiting for another launch.sh or test.sh to finish its work on the environment" && flock 9; }
+  flock 9  # another launch.sh or test.sh may be at work here
   ! is_complete || return 0
   "$python" -c '' 2>/dev/null || make_venv
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip ||

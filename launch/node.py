@@ -333,8 +333,7 @@ def start(request):
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
             kill_all(logs)
-            with contextlib.suppress(OSError):
-                os.unlink(parcel)
+            Path(parcel).unlink(missing_ok=True)
             return {"refused": f"the agent did not start in {START_LIMIT} s"}
         time.sleep(0.05)
     return {}

@@ -111,8 +111,7 @@ class Checkout:
         self.environment = {**os.environ, "PATH": path, "TMUX_TMPDIR": str(short), "TMPDIR": f"{short}/tmp"}
         self.environment.pop("TMUX", None)
         # A finished .venv, so that not every launch has to look for a Python
-        for name in ("bin", "lib/python3/site-packages/torch.dist-info"):
-            (folder / ".venv" / name).mkdir(parents=True)
+        (folder / ".venv/bin").mkdir(parents=True)
         self.script(folder / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
         wanted = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
         (folder / ".venv" / "flatland-run").write_text("\n".join([version("torch"), *wanted, ""]))
