@@ -9,6 +9,7 @@ after the other."""
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
 from lib.files import amount, retry
-from lib.hub import UNFINISHED, guard_token, hub_errors, is_busy, refuse_names, sizes_of, split_name
+from lib.hub import UNFINISHED, guard_token, hub_errors, is_busy, sizes_of, split_name
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 CONFIGURATION = [
@@ -31,6 +32,8 @@ WEIGHTS = [  # the names that lib/folders.py reads
     "adapter_model.safetensors",
 ]
 PICKLES = ["*.pth", "*.pt", "*.ckpt", "*.pkl"]
+# Names that could lead out of a folder: with a part that is empty, . or .., a drive of Windows, a control character.
+BAD_NAME = re.compile(r"(^|[/\\])(\.{0,2}([/\\]|$)|[a-zA-Z]:)|[\0-\x1f\x7f]")
 
 
 def list_files(name: str, revision: str) -> tuple[str, dict]:
@@ -41,9 +44,11 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
     info = retry(ask, transient=is_busy)
     try:
         files = {f.rfilename: (int(f.size), str(f.lfs.sha256 if f.lfs else f.blob_id)) for f in info.siblings}
-        refuse_names([info.sha, *files], name)  # the commit is the name of a folder
+        bad = [file for file in (info.sha, *files) if BAD_NAME.search(file)]  # the commit is the name of a folder
     except (TypeError, ValueError, OverflowError) as e:
         raise Failure(f"{name}: HF_ENDPOINT does not answer as a hub does ({e})") from None
+    if bad:
+        raise UserError(f"{name} lists a file {bad[0]!r}, which leads out of a folder")
     return info.sha, files
 
 

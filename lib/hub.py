@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -12,8 +11,6 @@ from lib.errors import Failure, Message, UserError
 
 UNFINISHED = ".cache/huggingface/unfinished"  # in a download: the command that completes and verifies it
 LIBRARIES = {"huggingface_hub", "httpx", "httpx2"}  # they read what the hub and the network answer
-# Names that could lead out of a folder: with a part that is empty, . or .., a drive of Windows, a control character.
-BAD_NAME = re.compile(r"(^|[/\\])(\.{0,2}([/\\]|$)|[a-zA-Z]:)|[\0-\x1f\x7f]")
 
 
 def local_path(spec: str, flag: str) -> Path:
@@ -95,13 +92,6 @@ def is_busy(error: Exception) -> bool:
 
     status = getattr(getattr(error, "response", None), "status_code", 500)
     return isinstance(error, HTTPError) and (status in (408, 429) or status >= 500)
-
-
-def refuse_names(names: Iterable[str], repo: str) -> None:
-    """UserError if a listing has a name that could lead out of the folder of a download."""
-    for name in names:
-        if BAD_NAME.search(name):
-            raise UserError(f"{repo} lists a file {name!r}, which leads out of a folder")
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def test_adapters_of_peft_are_trained_on(bases, tmp_path, rslora):
 @pytest.fixture(scope="module")
 def run(bases, tmp_path_factory, text):
     """(flags, a folder with runs: `whole`, and `parts`, which two processes stopped after 2 of 4 steps)."""
-    folder = tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("runs") / "o*[1] a:b@c,d"  # a path that exists is a path, whatever its name
     base = shutil.copytree(bases["tiny-llama"], folder / "base")
     flags = [*FAST, "--weights", base, "--data", text, "--lora", 4, "--lora_targets", "q,v,up,down", "--lr", "1e-2"]
     flags += ["--schedule", "constant", "--save_every", 2, "--log_every", 1, "--eval_every", 0, "--micro_batch", 2]
