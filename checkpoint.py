@@ -75,7 +75,7 @@ from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
 from lib.run import ANSWER, Run
 from lib.weights import export_trained
-from optim import DTYPES, Optimizer, trainable_parameters
+from optim import DTYPES, Optimizer, learning_rate, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, free_gathered, uncompiled, whole_rows
 
@@ -514,13 +514,10 @@ def refuse_empty(run: Path) -> None:
 def keep_defaults(config: Config) -> Config:
     """--batch_tokens 0 and --lanes 0, whose values depend on the ranks, become those in the checkpoint that the run
     resumes, if there is a checkpoint."""
-    absent = {name for name in ("batch_tokens", "lanes") if not getattr(config, name)}
-    if not absent:
-        return config
-    for folder in _candidates(config):
-        if manifest := read_json(folder / "manifest.json"):
-            saved = manifest.get("config", {})
-            return replace(config, **{name: saved[name] for name in absent & saved.keys()})
+    for manifest in filter(None, (read_json(folder / "manifest.json") for folder in _candidates(config))):
+        saved = manifest.get("config", {})
+        absent = {name for name in ("batch_tokens", "lanes") if not getattr(config, name)}
+        return replace(config, **{name: saved[name] for name in absent & saved.keys()})
     return config
 
 
@@ -539,13 +536,9 @@ def _candidates(config: Config) -> list[Path]:
 
 def changes(resume_from: Checkpoint, config: Config) -> dict[str, list]:
     """{name: [old, new]} of the settings that differ from the checkpoint's, except settings that may always change."""
-    new, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
-    old = default | resume_from.manifest["config"]  # flags that were added later had their default
-    return {k: v for k, v in _differing(old, new).items() if k not in fields_that_resume("free")}
-
-
-def _differing(old: dict, new: dict) -> dict[str, list]:
-    return {k: [old[k], new[k]] for k in new if new[k] != old[k]}
+    old, new = asdict(resume_from.config), asdict(config)
+    names = [name for name in new if name not in fields_that_resume("free")]
+    return {name: [old[name], new[name]] for name in names if old[name] != new[name]}
 
 
 def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
@@ -555,17 +548,16 @@ def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
         return
     if resume_from.step >= config.steps and not step_folder(Path(config.out), resume_from.step).exists():
         raise UserError(f"--steps {config.steps}: {resume_from.folder} has done {resume_from.step}; give more")
-    refused = {k: v for k, v in changes(resume_from, config).items() if k not in config.resume_override}
-    if not refused:  # config.json of a --model folder may have changed
-        differing = _differing(asdict(resume_from.model_config), asdict(config.model_config))
-        refused = {f"model's {k}": v for k, v in differing.items()}
+    refused = changes(resume_from, config)
+    refused = {name: pair for name, pair in refused.items() if name not in config.resume_override}
+    if not refused and resume_from.model_config != config.model_config:
+        refused["model"] = [resume_from.model_config, config.model_config]  # its config.json has changed
     if refused:
-        lines = [f"  --{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
+        lines = [f"  --{name} was {old!r}, is {new!r}" for name, (old, new) in refused.items()]
         tunable = set(refused) <= set(fields_that_resume("override"))
         hint = f"; --resume_override {','.join(refused)} accepts the new values" if tunable else ""
-        first = f"{resume_from.folder} was trained with other settings:"
         last = f"Give the old values to resume{hint}; a new --out starts another run"
-        raise UserError("\n".join([first, *lines, last]))
+        raise UserError("\n".join([f"{resume_from.folder} was trained with other settings:", *lines, last]))
 
 
 def restore(
@@ -584,6 +576,13 @@ def restore(
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
     if overridden := changes(resume_from, config):
         logger.info(f"Continuing with other settings, [old, new]: {overridden}")
+    saved, step = resume_from.config, resume_from.step + 1
+    old, new = learning_rate(saved, step), learning_rate(config, step)
+    if old != new:
+        logger.info(
+            f"The learning rate of step {step} is {new:.4g}, not {old:.4g}: its schedule ({config.schedule}) has"
+            f" --lr {config.lr} and --steps {config.steps}, before --lr {saved.lr} and --steps {saved.steps}"
+        )
 
 
 def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:

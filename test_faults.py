@@ -293,7 +293,12 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
         assert absent not in output
     run_here(run, *tuned, "--resume_override", "lr,warmup_steps")
     recorded = "Continuing with other settings, [old, new]: {'lr': [0.01, 0.02], 'warmup_steps': [0.0, 2.0]}"
-    assert (run / "log.txt").read_text().count(recorded) == 1
+    text = (run / "log.txt").read_text()
+    assert text.count(recorded) == 1
+    rates = (
+        "step 6 is 0.02, not 0.01: its schedule (constant) has --lr 0.02 and --steps 8, before --lr 0.01 and --steps 5"
+    )
+    assert text.count(f"The learning rate of {rates}") == 1
     rewrite(checkpoint.folders(run)[-1], lambda m: [m["config"].pop(flag) for flag in ("seed", "lr")])  # newer flags
     output = run_here(run, *tuned, status=2)
     assert "--lr was 0.0003, is 0.02" in output
