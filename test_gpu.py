@@ -335,7 +335,7 @@ def test_what_does_not_fit_is_explained(tmp_path):
     row_bytes = 2048 * 2 * 64 * 2  # tokens, layers, dim, bf16
     rows = torch.cuda.get_device_properties(CUDA).total_memory // (2 * row_bytes)
     output = run_train(tmp_path / "run", f"--compile none --seq_len 2048 --micro_batch {rows}", status=1)
-    assert "plan.py" in output and "out of memory on cuda:0" in output
+    assert "plan.py" in output and "out of memory" in output
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -262,7 +262,5 @@ def explain_out_of_memory() -> Iterator[None]:
     """Raises an out-of-memory error of the GPU again as one message."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        device, peak = torch.device("cuda", torch.cuda.current_device()), torch.cuda.max_memory_allocated() / 2**30
-        message = f"out of memory on {device}: {peak:.2f} GiB were allocated at the peak; {MEMORY_ADVICE}"
-        raise Failure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None
+    except torch.OutOfMemoryError as e:
+        raise Failure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {e}; {MEMORY_ADVICE}") from None
