@@ -148,10 +148,11 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
 
 def _unread(fields: dict) -> Notes:
     """A note for each field, but not for bookkeeping."""
-    unread = [
-        name for name in fields if name.lower() not in BOOKKEEPING and not name.lower().endswith(BOOKKEEPING_ENDS)
+    return [
+        (f"nothing reads the field {name}", str(value))
+        for name, value in fields.items()
+        if name.lower() not in BOOKKEEPING and not name.lower().endswith(BOOKKEEPING_ENDS)
     ]
-    return [(f"nothing reads the field {name}", str(fields[name])) for name in unread]
 
 
 def parse_field(value, name: str, kind: type = list):
@@ -180,7 +181,7 @@ def _refuse(fields: dict, place: str) -> None:
     """UserError if a field of REFUSED has content."""
     for name in REFUSED:
         if fields.get(name) not in EMPTY:
-            fix = 'turns belong into the messages, functions into `tools`, and "weight": 0 into untrained messages'
+            fix = 'use messages for turns, `tools` for functions, and "weight": 0 in messages that are not trained on'
             raise UserError(f"{place} has {name} {fields[name]!r:.80}, which nothing reads: {fix}")
 
 
@@ -194,8 +195,9 @@ def _read_message(message) -> dict:
     role = SPEAKERS.get(str(speaker), speaker)
     out = {name: value for name, value in message.items() if value not in EMPTY and name not in TURN}
     if isinstance(content, list):
-        parts = [part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(map(str, parts)) if len(parts) == len(content) else content  # which is refused later
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):  # else it is refused later
+            content = "".join(texts)
     if speaker == "function_call":
         out["tool_calls"] = [{"type": "function", "function": parse_field(content, "function_call", dict)}]
         content = None
@@ -290,13 +292,11 @@ def _break_up(text, control: re.Pattern):
     if not isinstance(text, str):
         return text
     if code := re.search(f"[{MARK}-{OTHER}]", text):
-        raise UserError(f"Chat: a text holds the code U+{ord(code[0]):04X}, which is not a character: remove it")
+        raise UserError(f"Chat: a text holds U+{ord(code[0]):04X}, which is not a character: remove it")
     return re.sub(f"(?s)(?={control.pattern}).", rf"\g<0>{MARK}", text)
 
 
 # ---- rendering
-
-Render = Callable[..., str]  # (messages, asks: whether the text ends with the prompt for an answer, inputs) -> text
 
 
 def render_chat(
@@ -335,8 +335,8 @@ def render_chat(
     if notes is not None:
         _refuse_lost(render, messages, inputs)
         fields = {name: value for part in (inputs, *messages) for name, value in part.items()}
-        unread = fields.keys() - {"role", "content", "weight", *REASONING, *TOLD}
-        notes += _unread({name: fields[name] for name in unread if name not in template})
+        known = {"role", "content", "weight", *REASONING, *TOLD}
+        notes += _unread({name: fields[name] for name in fields if name not in known and name not in template})
         if "strftime_now" in template:
             notes.append(("the chat template asks for today's date and always gets this one", f"{DATE:%d %B %Y}"))
     trained = bytearray(len(text))
@@ -351,8 +351,7 @@ def _check_messages(messages: list[dict]) -> None:
     last = None
     for i, message in enumerate(messages):
         role, content, expected = message.get("role"), message.get("content", ""), FOLLOWS[last]
-        acts = role == "assistant" and message.keys() & {"tool_calls", *REASONING}
-        may_be_empty = role in ("system", "tool") or acts
+        may_be_empty = role in ("system", "tool") or message.keys() & {"tool_calls", *REASONING}
         if role not in expected or not isinstance(content, str) or not (may_be_empty or content.strip()):
             raise UserError(f"Chat message {i}: expected {' or '.join(expected)} with a text: {message!r:.200}")
         last = role
@@ -415,10 +414,6 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
     return min(begin, end), end
 
 
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
-
-
 def _choose_answers(messages, answers, places, text, control, notes) -> list[tuple[int, int]]:
     """The places that are trained on: of the answers that have a weight and whose text is all there. Notes texts that
     the template changes or leaves out; UserError if that is a part of an answer that ends the messages."""
@@ -430,9 +425,10 @@ def _choose_answers(messages, answers, places, text, control, notes) -> list[tup
         if role == "assistant" and message.get("weight") != 0:
             begin, end = place = known.get(k, (0, len(text)))
             # From a control token on, because the prompt for the answer may open its thought.
-            before = _squeeze(text[controls[max(bisect_left(controls, begin) - 1, 0)] : end])
+            header = controls[max(bisect_left(controls, begin) - 1, 0)]
+            before = "".join(text[header:end].split())
             for words in filter(str.strip, said):  # the content stands behind the reasoning
-                before, written, _ = before.rpartition(_squeeze(words))
+                before, written, _ = before.rpartition("".join(words.split()))
                 lost += [] if written else [words]
             if not lost:
                 chosen.append(place)

@@ -53,12 +53,8 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str, is_first: bool) -> tuple[list[int], Callable[[], list[tuple[int, int]]]]:
         """-> (ids, a function that gives the place of each of them in the text, in characters)"""
-        try:
-            text.encode()  # not every library refuses these
-        except UnicodeEncodeError as e:
-            place = f"character {e.start} is a stray byte or half of a surrogate pair"
-            raise UserError(f"The text is not UTF-8: {place}") from None
         with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
+            text.encode()  # not every library refuses half of a surrogate pair
             ids, offsets = self._encode(text, is_first)
         if not self.reserved.isdisjoint(ids):
             raise UserError(f"The tokenizer reads a part of the text {text!r:.80} as a control token")
@@ -89,9 +85,9 @@ def _library_errors(problem: str) -> Iterator[None]:
     """UserError instead of the libraries' errors, which have no common class; a panic is a BaseException."""
     try:
         yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as e:
-        if isinstance(e, UserError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
-            raise
         raise UserError(f"{problem} ({type(e).__name__}: {str(e)[:200]})") from None
 
 
