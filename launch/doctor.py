@@ -2,8 +2,8 @@
 cluster.py runs jobs on them; node.py acts on one machine.
 
 Every launch examines its hosts with `survey`, and so does doctor. Then doctor runs train.py's own check on every host,
-times a product on each GPU, has all hosts sum 64 MiB together, and draws a table with a column for each host. Below
-the table, each problem has a line with the remedy.
+times a product on each GPU, has all hosts sum 64 MiB together, and draws a table with a row for each host. Below the
+table, each problem has a line with the remedy.
 
 A *job* is a dictionary that every operation of node.py gets: the settings and flags of the launcher, the words for
 train.py, the environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation
@@ -247,22 +247,19 @@ def verb_doctor(words: list[str]) -> int:
     hosts, job = read_job(words)
     survey(hosts, job)
     meeting = f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={job['port']}", f"WORLD_SIZE={len(hosts)}"
-
-    def measure(host: Host) -> dict:
-        program = job["python"], f"{ROOT}/launch/node.py", "measure", host.address
-        return run(host, job, LIMIT, ["env", *meeting, f"RANK={host.node}", *program])
-
+    program = job["python"], f"{ROOT}/launch/node.py", "measure"
     checks = on_all(lambda host: run(host, job, PATIENCE, check_command(job, hosts)), hosts)
-    measures = on_all(measure, hosts)
-    names = "torch", "attention", "TFLOP/s", "MB/s"
-    table, problems = [("", *names)], []
+    measures = on_all(
+        lambda host: run(host, job, LIMIT, ["env", *meeting, f"RANK={host.node}", *program, host.address]), hosts
+    )
+    names = "torch", "attention", "MB/s", "TFLOP/s"
+    table, problems = [("host", *names)], []
     for host, check, facts in zip(hosts, checks, measures, strict=True):
         table.append((host.label, *(str((check | facts).get(name) or "none") for name in names)))
-        found = check.get("problems", []) + facts["problems"]
-        problems += [f"✗ {host.label}: {problem}" for problem in found]
+        problems += [f"✗ {host.label}: {problem}" for problem in check.get("problems", []) + facts["problems"]]
     if len({facts.get("torch") for facts in measures}) > 1:
         problems.append("✗ torch differs: bash launch.sh sync")
-    say("\n".join([columns([*zip(*table, strict=True)]), *problems]))
+    say("\n".join([columns(table), *problems]))
     return bool(problems)
 
 

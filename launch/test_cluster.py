@@ -375,7 +375,6 @@ def test_doctor_shows_what_it_measured_and_every_problem(monkeypatch, capsys, ch
     monkeypatch.setattr(doctor, "run", lambda *_: next(answers))
     monkeypatch.setattr(doctor, "on_all", lambda function, hosts: [*map(function, hosts)])
     assert doctor.verb_doctor(["--hosts", "a,b,c"]) == bool(problem)
-    _, _, attention, products, network, *problems = capsys.readouterr().out.splitlines()
-    assert re.fullmatch("attention( +sdpa){3}", attention) and network.split() == ["MB/s", *["5000"] * 3]
-    assert re.fullmatch(r"TFLOP/s( +\[700, 690\]){3}", products)
-    assert "\n".join(problems).startswith(problem) and len(problems) == bool(problem)
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert all(re.fullmatch(r"[abc] +2.1\d +sdpa +5000 +\[700, 690\]", row) for row in rows[:3])
+    assert "\n".join(rows[3:]).startswith(problem) and len(rows[3:]) == bool(problem)
