@@ -28,7 +28,7 @@ from pathlib import Path
 
 from config import Config, check_values, choose_lanes, parse_args, row_groups, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script, within
-from lib.files import read_ahead, sample_digest
+from lib.files import plural, read_ahead, sample_digest
 from lib.text import main as run_text_command
 
 if __name__ == "__main__":
@@ -163,7 +163,7 @@ class Loader:
         """Lines for the head of the log."""
         c, rows = self.config, self.config.steps * self.step_rows
         held_out = f" and {val._size()} for validation" if val else ""
-        plan = f"{c.steps} steps of {c.batch_tokens} tokens"
+        plan = f"{plural(c.steps, 'step')} of {c.batch_tokens} tokens"
         if len(self.sources) == 1 and self.epoch_rows:
             plan += f" are {min(rows, self.end or rows) / self.epoch_rows:.2f} epochs"
         notes = [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
@@ -213,7 +213,7 @@ class Loader:
         # Rows that the last step took beyond the end of --epochs.
         left_out = self.samples - (state.get("end") or self.samples)
         if left_out > 0 and self.end != state["end"]:
-            log.warning(f"The last step of --epochs was short: {left_out} rows of the next epoch are left out")
+            log.warning(f"The last step of --epochs was short: {plural(left_out, 'row')} of the next epoch left out")
 
     def text_bytes(self) -> tuple[int, int]:
         """(bytes of text, tokens) of the trained tokens of a validation split on all ranks. (0, 0) if a source is a

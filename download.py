@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, retry
+from lib.files import amount, plural, retry
 from lib.hub import UNFINISHED, guard_token, hub_errors, is_busy, sizes_of, split_name
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
@@ -72,7 +72,7 @@ def download(args: argparse.Namespace, command: str) -> None:
     else:
         raise UserError(f"{args.revision} is {commit}, and no complete {folder} exists: name your commit as --revision")
     if damaged:
-        raise Failure(f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): repeat the command")
+        raise Failure(f"{plural(len(damaged), 'file')} missing or damaged in {folder} ({damaged[0]} ...): try again")
     print(f"Done: verified, in {folder}\nRevision {commit}")
 
 
@@ -86,7 +86,7 @@ def fetch(args, command, commit, files, root, folder, source) -> list[str]:
     if not selected:
         raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
     size = amount(sum(size for size, _ in selected.values()))
-    print(f"{args.repo}@{args.revision}: {len(selected)} files, {size}", flush=True)
+    print(f"{args.repo}@{args.revision}: {plural(len(selected), 'file')}, {size}", flush=True)
     mark = folder / UNFINISHED
     mark.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(f"{mark}.lock"):  # the library would download a file twice into --out

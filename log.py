@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import ROOT, human, read_json, write_json, write_whole
+from lib.files import ROOT, human, plural, read_json, write_json, write_whole
 
 if __name__ == "__main__":
     prepare_python()
@@ -82,7 +82,7 @@ def profile_steps(run, start: int) -> profile:
             (folder / "table.txt").write_text(table)
             logger.info(f"Profile of rank 0: {folder}, table.txt and a trace for https://ui.perfetto.dev")
 
-    logger.info(f"Profiling {steps} steps after step {start + PROFILE_AFTER}, which slows them")
+    logger.info(f"Profiling {plural(steps, 'step')} after step {start + PROFILE_AFTER}, which slows them")
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 

@@ -487,7 +487,7 @@ def test_recipes_run_on_one_or_two_processes(tmp_path, run_commands):
             assert "python download.py" in head
             env = json.loads((run / "env.json").read_text())
             assert env["attention"].endswith(", boolean mask") == (recipe in CHATS) and env["data"]["val"]
-            assert ("conversations, 0 truncated" if recipe in CHATS else "and others, for 4 lanes") in log
+            assert ("conversations, 0 truncated" if recipe in CHATS else " on, for 4 lanes") in log
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -43,6 +43,11 @@ def human(n: float, units: str = " KMB") -> str:
     return f"{n:.3g} {units[0]}".strip()
 
 
+def plural(n: int, noun: str) -> str:
+    """1 file, 2 files"""
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
 def amount(size: float) -> str:
     """Bytes: 2.1 MB, 83 GB, 4.9 TB"""
     return f"{human(size, ' kMGT')}B"

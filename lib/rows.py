@@ -31,7 +31,7 @@ import numpy as np
 from config import Config
 from lib import progress, text
 from lib.errors import UserError
-from lib.files import make_folder, read_ahead, retry
+from lib.files import make_folder, plural, read_ahead, retry
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer
 from model import IGNORE
@@ -301,10 +301,10 @@ class ChatRows(ShardRows):
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
         if not count:
-            content = f"{total} conversations, and none is left ({is_long.sum()} are longer than --seq_len {T})"
+            content = f"{plural(total, 'conversation')}, and none is left ({is_long.sum()} longer than --seq_len {T})"
             raise _too_little(split, content, "larger")
         if total - count > total / 100:
-            text.log.warning(f"{total - count} of {total} conversations are dropped: give a larger --seq_len")
+            text.log.warning(f"dropped {total - count} of {plural(total, 'conversation')}: give a larger --seq_len")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
@@ -312,8 +312,9 @@ class ChatRows(ShardRows):
         self.row_starts = [self.starts[documents[0]] for documents in self.contents]
         untrained = "" if config.long_chats == "drop" else " because no trained token would be left"
         self.note = (
-            f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
-            f"{untrained}, packed into {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
+            f"{plural(total, 'conversation')}, {(is_long & kept).sum()} truncated to --seq_len {T} and"
+            f" {total - count} dropped"
+            f"{untrained}, packed into {plural(self.count, 'row')}, {self.lengths.sum() / (self.count * T):.1%} full"
         )
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -355,7 +356,7 @@ class Stream:
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
-        self.note = f"a stream of {len(files)} files, {files[0].name} and others, for {config.lanes} lanes"
+        self.note = f"a stream of {plural(len(files), 'file')} from {files[0].name} on, for {config.lanes} lanes"
         self.shares = len(files) < config.lanes  # several lanes read the same file, which is downloaded once for all
         self.hashes = {file.name: f"{file.size} {file.version}" if file.store else "" for file in files}
 

@@ -14,7 +14,7 @@ from config import Config, check_batch, choose_lanes, refuse_conflicts, split_ba
 from lib import lora, machine
 from lib.errors import Failure, UserError, naming
 from lib.families import dropout_note
-from lib.files import FULL, free_space
+from lib.files import FULL, free_space, plural
 from lib.folders import open_adapter, open_weights
 from lib.hub import local_path
 from lib.machine import cpu_name
@@ -122,7 +122,7 @@ def say_finished(config: Config, step: int) -> None:
     hf = Path(config.out) / "hf"
     weights = f"  its weights:   {hf}, a Hugging Face folder, for transformers and others\n" * hf.exists()
     print(
-        f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"{config.out} is finished: {step} of {plural(config.steps, 'step')} done.\n"
         f"{weights}"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  continue:      the same command with --steps {2 * step}\n"

@@ -384,7 +384,7 @@ def test_too_long_conversations(tmp_path):
     loader = make_loader(chat_config(path, long_chats="drop"))
     assert "0 truncated to --seq_len 64 and 2 dropped, packed" in loader.summary(None)[1]
     assert documents(epoch(loader))[0] == short
-    with pytest.raises(UserError, match="has 1 conversations, and none is left .* a larger --seq_len"):
+    with pytest.raises(UserError, match="has 1 conversation, and none is left .* a larger --seq_len"):
         make_loader(chat_config(path), split="val")
 
 

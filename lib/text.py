@@ -48,6 +48,7 @@ from lib.files import (
     describe_content,
     make_folder,
     may_pass,
+    plural,
     read_ahead,
     read_json,
     read_object,
@@ -172,7 +173,7 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         unknown = [f.kind for f in files if f.kind not in known and not os.path.basename(f.name).startswith(".")]
         if unknown:
             kinds = ", ".join(sorted({kind or "no suffix" for kind in unknown})[:REASONS])
-            warn_once(f"{flag} {spec}: {len(unknown)} files of unknown kind left out ({kinds})")
+            warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
         return shards or texts
     path, hint = Path(spec).expanduser().absolute(), ""
     if not entries and path.is_dir():
@@ -460,11 +461,11 @@ def tell_omissions(index: dict, folder: Path) -> None:
     """Logs, once in a process, the rows that the index of a folder reports as left out, and the notes on others."""
     for name, reasons in index.get("left_out", {}).items():
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        warn_once(printable(f"{name}: {sum(reasons.values())} bad rows left out: {listed}"))
+        warn_once(printable(f"{name}: {plural(sum(reasons.values()), 'bad row')} left out: {listed}"))
     if index.get("skipped") and "left_out" not in index:  # of version 0.3
-        warn_once(f"{folder}: {index['skipped']} bad rows were left out when it was prepared")
+        warn_once(f"{folder}: {plural(index['skipped'], 'bad row')} were left out when it was prepared")
     for what, (count, first) in index.get("notes", {}).items():
-        warn_once(printable(f"{what}: {count} row{'s' * (count > 1)}, first in {first}"))
+        warn_once(printable(f"{what}: {plural(count, 'row')}, first in {first}"))
 
 
 def cores() -> int:
@@ -770,12 +771,13 @@ def main(argv: list[str], parse_args: Callable) -> None:
     trains = args.verb == "train-tokenizer"
     needed, optional = (NEEDED[::2], OPTIONAL[:2]) if trains else (NEEDED, OPTIONAL)
     if missing := [flag for flag in needed if flag not in given]:
-        raise UserError(f"{args.verb} needs {', '.join(missing)}")
+        hint = "; --tokenizer bytes needs no file" * ("--tokenizer" in missing)
+        raise UserError(f"{args.verb} needs {', '.join(missing)}{hint}")
     if unread := given.difference(needed, optional):
         raise UserError(f"{args.verb} has no use for {', '.join(sorted(unread))}")
     sources, out = [file for spec in config.data for file in find_entry(spec, "--data", config)], Path(config.out)
     if trains:
         return _train_tokenizer(sources, Encoder.of(config), out, args.vocab_size)
     files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
-    print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
+    print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {plural(len(files), 'shard')}")
     print(f"Use it: --data {out} --tokenizer {config.tokenizer}")
