@@ -112,6 +112,7 @@ GPT2_KEYS = {
 }
 
 
+DROPOUT = re.compile("dropout|_pdrop$")  # keys of rates, which are not applied
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE = (
     "rope_scaling",
@@ -416,8 +417,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _read(given):
     kind, shape = given.get("model_type"), {}
     if str(kind) not in FAMILIES:
-        problem = f"model_type {kind!r} is not supported" if kind else "it has no model_type"
-        raise ValueError(f"{problem}; supported are {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
     row = FAMILIES[kind]
     given = {row.aliases.get(key, key): value for key, value in given.items()}
     if given.get("architectures") == [row.architecture]:
@@ -437,7 +437,7 @@ def _refuse_keys(given, known):
     """ValueError: keys that may ask for a computation that is not implemented. known: keys that may have any value."""
     problems, advice = [], ""
     for key, value in given.items():
-        if key in known or key.startswith("_") or _is_dropout(key):
+        if key in known or key.startswith("_") or DROPOUT.search(key):
             continue
         if key in MEANS_OURS and value not in MEANS_OURS[key]:
             problems.append(f"{key} is {value!r}"[:90] + f" (supported: {MEANS_OURS[key][0]!r})")
@@ -531,13 +531,9 @@ def _read_field(values, key, kind, default=MISSING):
     return kind(value)
 
 
-def _is_dropout(key):
-    return re.search("dropout|_pdrop$", key)
-
-
 def dropout_note(path: Path) -> str:
     """A sentence that names the dropout rates of a JSON file, which are not applied; empty if there are none."""
-    rates = [f"{k!r}: {v!r}" for k, v in read_object(path).items() if _is_dropout(k) and v]
+    rates = [f"{k!r}: {v!r}" for k, v in read_object(path).items() if DROPOUT.search(k) and v]
     return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
 
 

@@ -69,15 +69,14 @@ def check_flags(config: Settings) -> None:
     if unknown or not config.lora_targets:
         raise UserError(
             f"--lora_targets {','.join(unknown)}: {config.model} can have adapters for"
-            f" {','.join(known) or 'no projection'}; stacked experts and GPT-2 cannot"
+            f" {','.join(known) or 'no projection'}"
         )
     limit = min(min(known[target]) for target in config.lora_targets)
     if config.lora > limit:
         raise UserError(f"--lora {config.lora}: the smallest weight of the --lora_targets allows at most {limit}")
-    odd = [width for _, width in known.values() if width % nf4.BLOCK]
+    odd = {width for _, width in known.values() if width % nf4.BLOCK}
     if config.quantize == "nf4" and (config.model_config.n_experts or odd):
-        reason = f"rows of {odd[0]} values do not divide by {nf4.BLOCK}" if odd else "stacked experts are not quantized"
-        raise UserError(f"--quantize nf4: {config.model} is not possible: {reason}; remove the flag")
+        raise UserError(f"--quantize nf4: {config.model} has stacked experts, or rows not divisible by 64: {odd or ''}")
 
 
 def flops_per_token(config: Settings) -> int:
@@ -109,11 +108,6 @@ class LoraLinear:
 @functools.cache
 def _adapted(cls: type) -> type:
     return type(f"Lora{cls.__name__}", (LoraLinear, cls), {})
-
-
-def layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The projections with adapters by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
 def convert(model: Transformer, config: Settings) -> None:
@@ -169,7 +163,7 @@ def join(base: Read, adapters: Read) -> Read:
 
 def merge(base: Read, adapters: Read, config: Settings) -> Read:
     """read(name, slices) of a model without adapters: its weights plus the adapters' scale B A, in fp32."""
-    adapted = layers(meta_model(config))
+    adapted = {name: m for name, m in meta_model(config).named_modules() if isinstance(m, LoraLinear)}
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         values, layer = base(name, slices), name.removesuffix(".weight")

@@ -78,7 +78,7 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     frozen weights of the base do not change. A slice of the merged weights equals the same part of the whole."""
     config = configure(bases[name], targets, "--lora_alpha", "5")
     model, plain, merged = make(config), load_model(bases[name]), Transformer(config.model_config)
-    adapters = {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
+    adapters = {name for name, _ in model.named_parameters() if ".lora_" in name}
     assert trainable_parameters(model).keys() == adapters
     logits, read = model.logits(TOKENS), lora.merge(reader(plain), reader(model), config)
     shard.fill_parameters(merged, read)
@@ -185,10 +185,10 @@ def test_another_base_is_refused(run):
 @pytest.mark.parametrize(("flags", "message"), [
     ("--lora 65", "--lora 65: the smallest weight of the --lora_targets allows at most 32"),
     ("--lora 65 --lora_targets q", "allows at most 64"),
-    ("--lora 4 --lora_targets q,query", "--lora_targets query: tiny-llama can have adapters for q,k,v,o,gate,up,down;"),
+    ("--lora 4 --lora_targets q,query", "--lora_targets query: tiny-llama can have adapters for q,k,v,o,gate,up,down$"),
     ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama can have"),
-    ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o; stacked experts"),
-    ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection; .* and GPT-2 cannot"),
+    ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o$"),
+    ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection$"),
     ("--lora_weights x", "--lora_weights has no effect without --weights"),
     ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
 ])  # fmt: skip
