@@ -82,15 +82,17 @@ def is_held(path: Path) -> bool:
     once on the same machine, after 30 s on others."""
     if not path.parent.exists():  # filelock would make it
         return False
-    fill_old_lock(path)
     lock = SoftFileLease(path)
-    try:
-        with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
-            return False
-    except Timeout:
-        return True
-    except OSError:  # a folder without write permission, or a full disk
-        return lock.owner is not None
+    while True:
+        fill_old_lock(path)
+        try:
+            with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
+                return False
+        except Timeout:
+            if lock.owner:  # else nobody has filled it yet
+                return True
+        except OSError:  # a folder without write permission, or a full disk
+            return lock.owner is not None
 
 
 def state_of(out: Path) -> State:
