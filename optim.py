@@ -100,17 +100,14 @@ class Gradients:
         what = f"{'the loss' if bad else 'the gradient norm'} is not finite"
         if not any(loss for _, loss in losses):
             what = "no token of any rank is trained on"
-        listed = "; ".join(f"{rank}: {loss}" for rank, loss in (bad or losses)[:8])
+        listed = ", ".join(f"{loss} on {rank}" for rank, loss in (bad or losses)[:8])
         message = (
-            f"Step {step}: {what}. Losses, summed over the tokens of a rank: {listed}. Skipped updates in a row:"
-            f" {self.skipped_in_row}. `python data.py show --run {self.config.out} --step {step}` prints the rows."
+            f"Step {step}: {what} (summed loss: {listed}); updates skipped in a row: {self.skipped_in_row}."
+            f" `python data.py show --run {self.config.out} --step {step}` prints its rows"
         )
-        if self.config.on_nonfinite == "skip" and self.skipped_in_row < SKIPS:
-            return logger.warning(f"{message} {SKIPS} in a row end the run")
-        raise Failure(
-            f"{message} A smaller --lr (--resume_override lr), a longer --warmup_steps or --dtype fp32 usually helps;"
-            " --on_nonfinite skip skips single steps"
-        )
+        if self.config.on_nonfinite == "stop" or self.skipped_in_row == SKIPS:
+            raise Failure(f"{message}. A smaller --lr (--resume_override lr) or --on_nonfinite skip may help")
+        logger.warning(message)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -185,8 +185,8 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
         break_losses(m, {6})
         output = run_here(tmp_path / "run", *flags, status=1)
     assert "Step 6: the loss is not finite" in output
-    assert f"rank 0 on {platform.node()}: inf. " in output
-    assert f"`python data.py show --run {tmp_path / 'run'} --step 6` prints the rows" in output
+    assert f"(summed loss: inf on rank 0 on {platform.node()})" in output
+    assert f"`python data.py show --run {tmp_path / 'run'} --step 6` prints its rows" in output
     assert_ended(tmp_path / "run", "failed", "Step 6:")
     assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [3]
     run_here(tmp_path / "run", *flags)
@@ -210,7 +210,7 @@ def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_
     with monkeypatch.context() as m:
         break_losses(m, left_out, float("nan"))
         output = run_here(tmp_path / "run", *flags)
-    assert [output.count(f"Skipped updates in a row: {n}. ") for n in (1, 2, 3)] == [3, 1, 0]
+    assert [output.count(f"updates skipped in a row: {n}.") for n in (1, 2, 3)] == [3, 1, 0]
     got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert got == [(step, None if step in left_out else loss) for step, loss in want]
     assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
@@ -471,7 +471,11 @@ def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, r
     """Of three the one is named, of two both are."""
     flags = ["--steps", 30, "--shard_size", size, "--save_every", 5, "--keep", 9]
     output = run_job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP, fails=True)
-    named = {2: "rank 0 on {0} | rank 1 on {0}. ", 3: "rank 1 on {0} | rank 0 ", 4: "rank 1 on {0} | rank 3 on {0}. "}
+    named = {
+        2: "rank 0 on {0} | rank 1 on {0}. ",
+        3: "rank 1 on {0} | rank 0 ",
+        4: "rank 1 on {0} | rank 3 on {0} | ",
+    }
     assert output.count("error: After step 10 not all copies") == 1, output
     assert f"the odd ones out first: {named[ranks].format(platform.node())}" in output, output
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]
