@@ -69,11 +69,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config, fields_that_resume
-from data import Loader, merge_positions
+from data import Loader
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
+from lib.rows import merge_positions
 from lib.run import ANSWER, Run
 from lib.weights import export_trained
 from optim import DTYPES, Optimizer, learning_rate, trainable_parameters

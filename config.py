@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import Parser, UserError, naming, nearest
-from lib.files import ROOT, VERSION
+from lib.files import ROOT, VERSION, read_object
 from lib.hub import local_path
 from shapes import MODELS, ModelConfig
 
@@ -341,6 +341,13 @@ def make_parser() -> Parser:
         help = f"{f.metadata['help']} (default: {'empty' if default == '' else default}{choices})"
         group.add_argument(f"--{f.name}", help=help, metavar=KINDS[type(f.default)])
     return parser
+
+
+def read_run(folder: Path) -> "Config":
+    """The settings of a run folder. Those that this version does not know are left out."""
+    values, lists = read_object(folder / "flags.json"), {f.name for f in fields(Config) if isinstance(f.default, tuple)}
+    known = {f.name for f in fields(Config)} & values.keys()
+    return Config(**{name: tuple(values[name]) if name in lists else values[name] for name in known})
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:

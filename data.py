@@ -11,7 +11,8 @@ lib/rows.py reads the rows.
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
     python data.py train-tokenizer --data FILES --vocab_size N --out DIR
-    python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green"""
+    python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green
+    python data.py show --run RUN --step N                              the rows of a run's step"""
 
 import copy
 import hashlib
@@ -22,13 +23,12 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from config import Config, check_values, choose_lanes, parse_args, row_groups, split_batch
-from lib.errors import Parser, UserError, prepare_python, run_script, within
-from lib.files import plural, read_ahead, sample_digest
+from config import Config, check_values, choose_lanes, parse_args, read_run, row_groups, split_batch
+from lib.errors import Parser, UserError, prepare_python, run_script
+from lib.files import plural, read_ahead, read_object, sample_digest
 from lib.text import main as run_text_command
 
 if __name__ == "__main__":
@@ -43,9 +43,9 @@ from torch import Tensor
 
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
-from lib.rows import Catalog, ChatRows, Stream, permute, turns
+from lib.rows import Catalog, ChatRows, ShardRows, Stream, permute, split_mixture, turns
 from lib.settle import check_tokenizer
-from lib.text import VERBS, builtin_file, knows_text, log, split_weight
+from lib.text import VERBS, knows_text, log
 from lib.tokenizer import decode_marked, load_tokenizer, token_sizes
 from model import IGNORE, document_begins
 
@@ -73,19 +73,6 @@ class Batch:
         return batch
 
 
-def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
-    """Entries of --data -> the entries of each source of a mixture, and its weight. Without weights, one source."""
-    parsed = [split_weight(e) for e in entries]
-    weights = [w for _, w in parsed if w is not None]
-    if not weights:
-        return [tuple(entries)], [Fraction(1)]
-    if len(weights) < len(parsed):
-        raise UserError(f"{flag}: a weight for some entries only; give each one, as in A:0.7 B:0.3")
-    if min(weights) < 0 or not sum(weights):
-        raise UserError(f"{flag} {' '.join(entries)}: weights must not be negative, nor sum to nothing")
-    return [(spec,) for spec, _ in parsed], weights
-
-
 class Loader:
     """Iterates over optimizer steps; each item is the list of this rank's micro-batches. Training never ends: epochs
     follow each other, each in another order. Validation goes once through eval_batches global batches, evenly
@@ -108,11 +95,15 @@ class Loader:
         # The sources: each entry of a mixture, or all entries together.
         flag = "--val_data" if split == "val" and config.val_data else "--data"
         sources, self.weights = split_mixture(getattr(config, flag[2:]), flag)
-        self.names = [_name_source(entries) for entries in sources]
+        # For the log: a file's or folder's name; empty for the built-in text.
+        self.names = [re.sub(r"[^\w.*-]+", "-", Path(entries[0]).name) if entries else "" for entries in sources]
         if len(set(self.names)) < len(sources):
             self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
         self.mixture = [f"{name}:{weight}" for name, weight in zip(self.names, self.weights, strict=True)]
-        self.sources = [self._open(entries, flag, catalog) for entries in sources]
+        self.sources = [self._open(catalog.find(entries, flag), flag) for entries in sources]
+        lack = next((s.lack for s in self.sources if s.count == 0), "")
+        others = ", a --val_data, or --eval_every 0" * (split == "val")
+        self.lack = lack and f"The {split} split has {lack}; or give more text{others}"  # the message; empty: rows
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
         self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
         self.separate = config.documents == "separate" or self.is_chat
@@ -125,16 +116,14 @@ class Loader:
         if split == "val":
             self.val_rows, self.kept_steps = self._validation_rows(), []
 
-    def _open(self, entries: tuple[str, ...], flag: str, catalog: Catalog):
-        config, val = self.config, self.split == "val"
-        files, is_stream = catalog.find(entries, flag)
-        if not is_stream:
-            return catalog.open(self.split, entries, flag)
+    def _open(self, listing, flag):
+        config, val, name = self.config, self.split == "val", listing.files[0].name
+        if not listing.is_stream:
+            shards = listing.splits["train"] + listing.splits["val"] if config.val_data else listing.splits[self.split]
+            delimiter = listing.delimiter if config.delimiter < 0 else config.delimiter
+            return (ChatRows if listing.is_chat else ShardRows)(shards, delimiter, config)
         if val and flag == "--data":
-            raise UserError(
-                f"--data {entries[0]} is streamed, so none of it can be held out: name a --val_data, or turn evaluation"
-                " off with --eval_every 0"
-            )
+            raise UserError(f"--data {name} is streamed: name a --val_data, or turn evaluation off with --eval_every 0")
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
         rows = self.micro_batch * self.row_groups
@@ -143,32 +132,29 @@ class Loader:
         readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
         if readers > 1 and not val:
             log.warning(
-                f"{flag} {entries[0]}: every row is read and tokenized {readers} times, because --lanes {config.lanes}"
-                f" is not a multiple of the {rows} rows of a micro-batch of all ranks; a new run chooses one that is"
+                f"{flag} {name}: every row is read and tokenized {readers} times, because --lanes {config.lanes} is not"
+                f" a multiple of the {rows} rows of a micro-batch of all ranks"
             )
-        return Stream(files, config)
+        return Stream(listing.files, config)
 
     @property
     def stored(self) -> list:
         """The sources that are not streamed."""
         return [s for s in self.sources if s.count]
 
-    def _size(self):
-        tokens = sum(s.tokens for s in self.stored)
-        if not self.streams:
-            return f"{tokens} tokens"
-        return f"{tokens} tokens and a stream" if tokens else "a stream"
-
     def summary(self, val: "Loader | None") -> list[str]:
         """Lines for the head of the log."""
-        c, rows = self.config, self.config.steps * self.step_rows
-        held_out = f" and {val._size()} for validation" if val else ""
-        plan = f"{plural(c.steps, 'step')} of {c.batch_tokens} tokens"
+        c, rows, sizes = self.config, self.config.steps * self.step_rows, []
+        for loader in (self, val) if val else (self,):
+            tokens = f"{sum(s.tokens for s in loader.stored)} tokens"
+            sizes.append(f"{tokens} and a stream" if loader.streams else tokens)
+        lines = [f"Data: {' and, for validation, '.join(sizes)}; {plural(c.steps, 'step')} of {c.batch_tokens} tokens"]
         if len(self.sources) == 1 and self.epoch_rows:
-            plan += f" are {min(rows, self.end or rows) / self.epoch_rows:.2f} epochs"
-        notes = [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
-        mixture = [f"A mixture of {', '.join(self.mixture)}"] if len(self.mixture) > 1 else []
-        return [f"Data: {self._size()}{held_out}; {plan}", *notes, *mixture]
+            lines[0] += f" are {min(rows, self.end or rows) / self.epoch_rows:.2f} epochs"
+        lines += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
+        if len(self.mixture) > 1:
+            lines.append(f"A mixture of {', '.join(self.mixture)}")
+        return lines
 
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
@@ -193,21 +179,16 @@ class Loader:
             "data": self.fingerprint,
             "lanes": self.lanes,
             "end": self.end,
-            "built_in": "" if self.config.data else builtin_file().version,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Goes on from a position of state_dict, of any rank or number of ranks. UserError if it is of other data."""
         for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
-                fix = "give the same --data and --seq_len, or a new --out"
-                if not self.config.data:
-                    fix += (
-                        "; the built-in text was that of Python and torch in the versions"
-                        f" {state.get('built_in')}, now {builtin_file().version}"
-                    )
+                built_in = "" if self.config.data else "; the built-in text changes with Python and torch"
                 raise UserError(
-                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"
+                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): give the same"
+                    f" --data and --seq_len, or a new --out{built_in}"
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
         # Rows that the last step took beyond the end of --epochs.
@@ -228,13 +209,6 @@ class Loader:
         sizes = token_sizes(load_tokenizer(self.config.tokenizer))
         return int(counts[: len(sizes)] @ sizes), int(counts.sum())
 
-    def where(self, step: int) -> list[str]:
-        """Where in the data this rank's rows of a step are. A stream gives its current place instead."""
-        samples = self._samples_of_step((step - 1) * self.step_rows)
-        mine = self._my_rows(len(samples))
-        source, row = self._rows_of(samples[mine[mine < len(samples)]])
-        return [self.sources[s].where(r) for s, r in zip(source, row, strict=True)]
-
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "val":
             yield from self._validation_steps()
@@ -249,8 +223,10 @@ class Loader:
             stream.start(self.lanes.get(i, {}))
         try:
             while True:
-                micro_batches = self._micro_batches(*self._rows_of(self._samples_of_step(samples)))
-                samples += self.step_rows
+                stop = samples + self.step_rows
+                last = min(stop, self.end) if samples < self.end else stop  # the last step of --epochs may be short
+                micro_batches = self._micro_batches(*self._rows_of(np.arange(samples, last)))
+                samples = stop
                 yield micro_batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
         finally:
             self._close()
@@ -266,14 +242,6 @@ class Loader:
     def _close(self) -> None:
         for stream in self.streams.values():
             stream.close()
-
-    def _samples_of_step(self, first: int) -> np.ndarray:
-        """The numbers of the samples of the step that begins with sample `first`. The last step of --epochs ends with
-        its epoch."""
-        stop = first + self.step_rows
-        if first < self.end:
-            stop = min(stop, self.end)
-        return np.arange(first, stop)
 
     def _rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> (source, row in the source) of each sample."""
@@ -330,11 +298,6 @@ class Loader:
         return out
 
 
-def _name_source(entries: tuple[str, ...]) -> str:
-    """For the log: a file's or folder's name; empty for the built-in text."""
-    return re.sub(r"[^\w.*-]+", "-", Path(entries[0]).name) if entries else ""
-
-
 def _positions(begins: Tensor) -> tuple[Tensor, Tensor]:
     """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows. A row begins one, too: that
     changes `begins`."""
@@ -344,22 +307,12 @@ def _positions(begins: Tensor) -> tuple[Tensor, Tensor]:
     return positions, document_begins(positions)
 
 
-def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str = "train") -> Loader:
-    """split: "train" or "val"."""
-    return Loader(config, rank, world_size, split, Catalog(config))
-
-
-def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> Iterator[Loader]:
-    """For training, and for validation if the run evaluates. A run whose --data is too short for a validation row skips
-    evaluation, with a warning."""
-    yield Loader(config, rank, world_size, "train", catalog)
-    if config.eval_every:
-        try:
-            yield Loader(config, rank, world_size, "val", catalog)
-        except UserError as e:  # it has no row: --data has been opened before
-            if config.val_data:
-                raise
-            log.warning(f"{e}. This run skips evaluation")
+def make_loader(config: Config, rank=0, world_size=1, split="train", catalog: Catalog | None = None) -> Loader:
+    """split: "train" or "val". UserError if it has no row."""
+    loader = Loader(config, rank, world_size, split, catalog or Catalog(config))
+    if loader.lack:
+        raise UserError(loader.lack)
+    return loader
 
 
 def epochs_as_steps(config: Config, world_size: int) -> Config:
@@ -372,56 +325,75 @@ def epochs_as_steps(config: Config, world_size: int) -> Config:
     return config
 
 
-def merge_positions(states: list[dict]) -> dict:
-    """Merges the positions of all ranks. Any number of ranks can resume from the result."""
-    merged = copy.deepcopy(states[0])
-    for source, lanes in merged.get("lanes", {}).items():
-        for state in states[1:]:
-            for lane, position in state["lanes"][source].items():
-                lanes[lane] = max(position, lanes.get(lane, position))  # the later: its first field, given
-    return merged
-
-
 def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = None) -> list[Loader]:
     """open_loaders, for rank 0. Refuses a tokenizer that does not fit the model, the weights or the shards, and
     ids beyond the vocabulary among the first 2^24 tokens of a source; other ids are checked when a step reads them."""
     if knows_text(config):
         check_tokenizer(config)
-    loaders = list(open_loaders(config, 0, world_size, catalog or Catalog(config)))
-    shards = []
-    for source in itertools.chain.from_iterable(loader.stored for loader in loaders):
+    loaders = open_loaders(config, 0, world_size, catalog or Catalog(config))
+    sources = [source for loader in loaders for source in loader.stored]
+    for source in sources:
         source.read(0, min(source.tokens, CHECKED))
-        shards += source.shards
     if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
         raise UserError("--chat_fields and --long_chats are for conversations, and --data has none: leave them out")
-    if config.data_dtype and all(shard.offset for shard in shards):
+    if config.data_dtype and all(shard.offset for source in sources for shard in source.shards):
         raise UserError(f"--data_dtype {config.data_dtype} is for headerless files, and there are none: leave it out")
     return loaders
 
 
+def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> list[Loader]:
+    """For training and, if the run evaluates, for validation. A run whose --data is too short for a validation row
+    skips evaluation, with a warning."""
+    loaders = [make_loader(config, rank, world_size, "train", catalog)]
+    if config.eval_every:
+        val = Loader(config, rank, world_size, "val", catalog)
+        if not val.lack:
+            return [*loaders, val]
+        if config.val_data:
+            raise UserError(val.lack)
+        log.warning(f"{val.lack}. This run skips evaluation")
+    return loaders
+
+
 def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
-    """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks the data,
-    tokenises text, and tells the others the files, their sizes and the fingerprint. All ranks must call."""
+    """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it finds and checks the
+    data, and tells the others the files, their sizes and the fingerprint. All ranks must call."""
     catalog, loaders = Catalog(config), []
 
     def look_up() -> tuple:
-        loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0 keeps the loaders that it checked
-        return catalog.known, catalog.shards, loaders[0].fingerprint
+        loaders.extend(open_checked(config, ranks.world_size, catalog))
+        return catalog.listings, loaders[0].fingerprint
 
-    # This rank compares its own shards with rank 0's.
-    catalog.known, catalog.rank0_shards, fingerprint = on_first_rank(look_up, ranks)
-    data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
-    data.fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files
-    return data, rest[0] if rest else None
+    listings, fingerprint = on_first_rank(look_up, ranks)
+    if not loaders:
+        catalog.accept(listings)
+        loaders = open_loaders(config, ranks.rank, ranks.world_size, catalog)
+    loaders[0].fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files
+    return loaders[0], loaders[1] if len(loaders) > 1 else None
 
 
 # ---- the command line
 
 
-def show(config: Config, n: int, colour: bool) -> Iterator[str]:
-    """Up to n rows of the first epoch as the model sees them, decoded, document by document. Trained tokens are
-    marked. The last line explains which conversations are held out for validation."""
-    loader, tokenizer = make_loader(config), load_tokenizer(config.tokenizer)
+def loader_at(run: Path, step: int) -> Loader:
+    """The loader of a run before a step. A stream is read from the newest checkpoint before it, or from the start."""
+    loader = make_loader(read_run(run))
+    saved = [path for path in run.glob("checkpoints/step-*/manifest.json") if int(path.parent.name[5:]) < step]
+    if saved:
+        loader.load_state_dict(read_object(max(saved))["position"])
+    first = (step - 1) * loader.step_rows
+    if not loader.streams:
+        loader.samples = first
+    steps = iter(loader)
+    while loader.samples < first:
+        next(steps)
+    return loader
+
+
+def show(loader: Loader, n: int, colour: bool) -> Iterator[str]:
+    """Up to n rows from the loader's position on as the model sees them, decoded, document by document. Trained tokens
+    are marked. The last line explains which conversations are held out for validation."""
+    config, tokenizer = loader.config, load_tokenizer(loader.config.tokenizer)
     count = min(n, loader.epoch_rows or n)
     rows = ((batch, i) for batches in loader for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
@@ -450,10 +422,13 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
 def main(argv: list[str]) -> None:
     if argv[:1] != ["show"]:
         return run_text_command(argv, parse_args)
-    n = {"type": within(int, 1), "default": 3, "help": "rows (%(default)s)"}
-    parser = Parser({"--n": n}, prog="data.py show", description=VERBS["show"]["help"])
-    args, flags = parser.parse_known_args(argv[1:])
-    for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
+    verb = VERBS["show"]
+    parser = Parser(verb["flags"], prog="data.py show", description=verb["help"])
+    args, words = parser.parse_known_args(argv[1:])
+    if bool(args.run) != bool(args.step) or args.run and words:
+        raise UserError(f"show takes either --run RUN --step N, or the flags of train.py; not {' '.join(words)}")
+    loader = loader_at(args.run, args.step) if args.run else make_loader(parse_args(words))
+    for text in show(loader, args.n or (loader.step_rows if args.run else 3), sys.stdout.isatty()):
         print(text, flush=True)
 
 

@@ -5,14 +5,12 @@ import itertools
 import json
 import os
 import pickle
-import platform
 import pydoc_data.topics
 import re
 import resource
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
-from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +18,7 @@ import pytest
 import torch
 
 from config import parse_args
-from data import epochs_as_steps, main, make_loader, open_checked, open_data, show
+from data import Loader, epochs_as_steps, main, make_loader, open_checked, open_data, show
 from lib import files, rows
 from lib import text as text_module
 from lib.errors import UserError
@@ -57,8 +55,7 @@ def headerless(path, tokens, dtype="<u2"):
 
 
 def open_split(c, split):
-    specs = c.val_data if split == "val" and c.val_data else c.data
-    return Catalog(c).open(split, specs, "--data")
+    return Loader(c, 0, 1, split, Catalog(c)).sources[0]
 
 
 def read(c, split="train") -> list[int]:
@@ -86,8 +83,8 @@ def cut(path, size):
 
 
 @pytest.mark.parametrize("make, pattern", [
-    (lambda p: shard(p / "a.bin", range(50), version=7), "version 7.*20240520.*version 1"),
-    (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "98 bytes.*50 tokens.*100 bytes"),
+    (lambda p: shard(p / "a.bin", range(50), version=7), "magic 20240520, version 7"),
+    (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "50 tokens.* 100 bytes.* 98"),
     (lambda p: cut(shard(p / "a.bin", range(50)), 500), "no token-shard header.*--data_dtype"),
     (lambda p: cut(headerless(p / "a.bin", range(50)), 99), "99 bytes.*uint16"),
     (lambda p: headerless(p / "a.bin", []), ": 0 bytes.*uint16.*at least one"),
@@ -180,9 +177,11 @@ def test_val_data_lets_all_of_data_train(tmp_path):
 def test_too_little_data(tmp_path, caplog):
     path = shard(tmp_path / "a.bin", range(20 * T))
     assert len(read(config(path, seq_len=19 * T - 1))) == 19 * T
-    assert re.search(rf"training data .* {19 * T} tokens.* {19 * T + 1}:", refused(read, config(path, seq_len=19 * T)))
+    assert re.search(
+        rf"train split .* {19 * T} tokens.* {19 * T + 1}:", refused(make_loader, config(path, seq_len=19 * T))
+    )
     message = refused(open_checked, config(path, val_data=shard(tmp_path / "short.bin", range(T))))
-    assert re.search(rf"validation split .* {T} tokens.* {T + 1}:.*--val_data.*--eval_every 0", message)
+    assert re.search(rf"val split .* {T} tokens.* {T + 1}:.*--val_data.*--eval_every 0", message)
     assert len(open_checked(config(path))) == 1 and message in caplog.text and "skips evaluation" in caplog.text
 
 
@@ -319,11 +318,10 @@ def test_epochs_give_the_number_of_steps(tmp_path, caplog):
         rows = [[t[0].item() // T for s in steps for b in s[k] for t in b.targets if t[0] >= 0] for k in range(8)]
         assert [len(step) for step in rows] == [10] * 7 + [4] and {len(s[7]) for s in steps} == {-(-4 // world_size)}
         assert sorted(sum(rows, [])) == sorted([*range(37)] * 2)
-        assert sum(len(loader.where(8)) for loader in loaders) == 4
     assert "are 2.00 epochs" in make_loader(replace(c, steps=8)).summary(None)[0]
     more = make_loader(replace(c, epochs=3))
     more.load_state_dict(loaders[0].state_dict())
-    assert "6 rows of the next epoch are left out" in caplog.text
+    assert "6 rows of the next epoch left out" in caplog.text
     mixed = config(f"{tmp_path / 'd'}:1", f"{tmp_path / 'd'}:2", epochs=1)
     assert "--epochs needs one source" in refused(epochs_as_steps, mixed, 1)
 
@@ -362,15 +360,13 @@ def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, name, content, fl
     assert "other data" in refused(make_loader(c).load_state_dict, state)
 
 
-def test_the_built_in_text_of_other_versions_is_named(monkeypatch):
-    monkeypatch.setattr("lib.readers.builtin_documents", lambda: [f"the words of document {i}" for i in range(9)])
+def test_the_built_in_text_changes_with_versions(monkeypatch):
+    documents = [f"the words of document {i}" for i in range(9)]
+    monkeypatch.setattr("lib.readers.builtin_documents", lambda: documents)
     loader = make_loader(parse_args(["--seq_len", "64"]))
-    state = loader.state_dict() | {"built_in": "3.9.1 2.4.0"}
-    loader.load_state_dict(state)  # the text is the same
-    state["data"] = "another"
-    now = f"{platform.python_version()} {metadata.version('torch')}"  # torch.__version__ may name the CUDA version, too
-    assert f"versions 3.9.1 2.4.0, now {now}" in refused(loader.load_state_dict, state)
-    assert "the same --data" in refused(loader.load_state_dict, state | {"built_in": ""})
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert "changes with Python and torch" in refused(loader.load_state_dict, state | {"data": "another"})
 
 
 def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
@@ -386,14 +382,28 @@ def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
     assert len(digests) == 17
 
 
-def test_rows_are_named_by_their_place_and_by_their_text(tmp_path, text_cache):
-    (tmp_path / "0.txt").write_text("red \x1b[31m text\n" * 50)
-    (place,) = make_loader(config(tmp_path / "0.txt", seq_len=200)).where(1)
-    named, text = place.split(": ", 1)
-    assert re.fullmatch(rf"{text_cache}/0-\w+/train-00000\.bin at token \d+", named)
-    assert len(eval(text)) == 80 and "\\x1b[31m text\\nred" in text
-    (place,) = make_loader(config(numbered(tmp_path / "d", 37))).where(1)
-    assert re.fullmatch(rf"{tmp_path}/d/s0\.bin at token \d+", place)  # what its tokens mean is not known
+@pytest.mark.parametrize("stream", [False, True])
+def test_show_prints_the_rows_of_a_step(tmp_path, capsys, stream):
+    """From the order alone; of a stream from the newest checkpoint before the step, or from the beginning."""
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(999)))
+    flags = {"micro_batch": 3, "batch_tokens": 6 * 16, "seq_len": 16, "vocab_size": 300}
+    c = config(tmp_path / "a.txt", **flags, **({"stream": "on", "lanes": 1, "eval_every": 0} if stream else {}))
+    loader, run_folder = make_loader(c, 1, 2), tmp_path / "run"
+    steps = [*itertools.islice(loader, 4)]
+    run_folder.mkdir()
+    (run_folder / "flags.json").write_text(json.dumps(asdict(c) | {"flag_of_another_version": 1}))
+    for _ in range(2):
+        main(["show", "--run", str(run_folder), "--step", "4"])
+        shown = capsys.readouterr().out.split("--- row ")[1:]
+        expected = [bytes(t for t in row if t < 256).decode() for row in steps[3][0].tokens.tolist()]
+        assert len(shown) == 6 and all(text.splitlines()[1] in "".join(shown[3:]) for text in expected)
+        checkpoint = run_folder / "checkpoints/step-00000002"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        other = make_loader(c)
+        assert len([*itertools.islice(other, 2)]) == 2
+        (checkpoint / "manifest.json").write_text(json.dumps({"position": other.state_dict()}))
+    for words in (["--run", str(run_folder)], ["--step", "4"], ["--run", "x", "--step", "4", "--seq_len", "3"]):
+        assert "show takes either --run" in refused(main, ["show", *words])
 
 
 def test_the_bytes_of_evaluated_text(tmp_path):
@@ -487,9 +497,11 @@ def test_chat_fields_and_show(tmp_path):
     for count in (1, 2):
         (tmp_path / "a.jsonl").write_text((json.dumps({"q": "Why?", "a": "So."}) + "\n") * count)
         c = config(tmp_path / "a.jsonl", chat_fields="q,a", seq_len=64, micro_batch=4)
-        plain, *_, explained = show(c, 3, False)
+        plain, *_, explained = show(make_loader(c), 3, False)
         assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
-        assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in next(show(c, 1, True))
+        assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in next(
+            show(make_loader(c), 1, True)
+        )
         assert "not shown: every 20th conversation" in explained
     for names in ("q", "a,b,c,d"):
         assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)

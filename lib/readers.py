@@ -1,4 +1,4 @@
-"""Reads files of text as rows: a reader for each format. Imports no torch.
+"""Reads files of text as rows: a reader for each format, for files at any address of lib/stores.py. Imports no torch.
 
 A reader takes an open file and yields its rows, without parsing them: lines of .jsonl, rows of .json (JSON lines, or a
 list of rows), of .csv or of .parquet. A .txt or .md file is one document. A new format needs a reader in READERS. A
@@ -7,19 +7,27 @@ reader raises UserError without the name of the file, which `TextFile.rows` puts
 import codecs
 import csv
 import gzip
+import importlib.metadata
 import inspect
 import json
+import logging
 import os
+import platform
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import UserError
-from lib.stores import bare
+from lib.files import SUBSTITUTES, describe_content, may_pass, retry
+from lib.stores import bare, open_remote, store_errors
 
-BUILTIN = "built-in.text"  # the name of text that is in no file
+STDIN, BUILTIN = "-", "built-in.text"  # names of standard input, and of text that is in no file
+SHARD = ".bin"
+VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
+log = logging.getLogger("flatland")
 DOCUMENTS = ".txt", ".md"  # files that are one document each
 TXT_PIECE = 2**24  # bytes; a longer document is tokenised in pieces, cut between lines
 
@@ -145,3 +153,83 @@ def _last_part(stream, size, val_every):
             begin -= 1
     stream.seek(0)
     return begin
+
+
+# ---- files of rows
+
+
+class TextFile(NamedTuple):
+    """A file of text. name: a path, an address (on the hub: hf://datasets/ORG/NAME@COMMIT/PATH), STDIN or BUILTIN.
+    size: in bytes, 0 if unknown. version: changes with the content, if the store tells. store: the fsspec file system
+    of an address. text_field: the field of --text_field for this file; empty: the encoder's."""
+
+    name: str
+    size: int
+    version: str
+    store: object = None
+    text_field: str = ""
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name)
+
+    @property
+    def is_document(self) -> bool:
+        """Whether the file is one document, and not rows."""
+        return self.kind in DOCUMENTS
+
+    def _open(self, in_sequence):
+        if self.store:
+            return open_remote(self.store, self.name, in_sequence)
+        if self.name == STDIN:
+            return sys.stdin.buffer
+        return open(os.devnull if self.name == BUILTIN else self.name, "rb")
+
+    def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
+        """The rows after number `first`. Every val_every-th is held out (1: all, 0: none), or the end of a document.
+        After an error that may pass, the file is opened again. UserError if it is damaged."""
+        rows = None
+
+        def take():
+            nonlocal rows
+            try:
+                rows = rows or self._rows(first, val_every)
+                return next(rows, None)
+            except Exception:
+                rows = None
+                raise
+
+        while row := retry(take, transient=lambda error: self.name != STDIN and may_pass(error)):
+            first = row.number
+            yield row
+
+    def _rows(self, first, val_every):
+        """The rows, until an error."""
+        name, number, kind = self.name, 0, self.kind
+        # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
+        in_sequence = kind != ".parquet" and not (self.is_document and val_every)
+        with store_errors(name), self._open(in_sequence) as raw:
+            if name == STDIN:
+                kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
+            if kind == SHARD:
+                raise UserError(f"{name} holds token ids, not text")
+            stream = gzip.GzipFile(fileobj=raw) if bare(name).endswith(".gz") else raw
+            try:
+                for file in (raw, stream):
+                    if content := describe_content(file.peek(512)[:512], SUBSTITUTES):
+                        raise UserError(content)
+                for row in read_rows(stream, kind, val_every):
+                    number = row.number
+                    if number > first and row.content != b"":  # a blank line has a number, but is not a row
+                        yield row
+            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as e:
+                problem = f"damaged, cut short or not UTF-8 after row {number}: {e}"
+                raise UserError(f"{name}: {problem}: get it again, or convert it with iconv") from None
+            except UserError as e:
+                raise UserError(f"{name}: {e}") from None
+        if not number:
+            log.warning(f"{name} is empty")
+
+
+def builtin_file() -> TextFile:
+    return TextFile(BUILTIN, 0, f"{platform.python_version()} {importlib.metadata.version('torch')}")

@@ -14,6 +14,7 @@ its rows. The position of a lane is (rows given, epoch, file, row, token in that
 out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
 processes tokenise."""
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -32,7 +33,8 @@ from config import Config
 from lib import progress, text
 from lib.errors import UserError
 from lib.files import make_folder, plural, read_ahead, retry
-from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
+from lib.readers import SHARD, VAL_EVERY, TextFile, builtin_file
+from lib.text import ID, TRAINED, Encoder, Shard, find_shard, prepare, read_index, split_weight
 from lib.tokenizer import load_tokenizer
 from model import IGNORE
 
@@ -82,6 +84,19 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
     return source, number
 
 
+def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
+    """Entries of --data -> the entries of each source of a mixture, and its weight. Without weights, one source."""
+    parsed = [split_weight(e) for e in entries]
+    weights = [w for _, w in parsed if w is not None]
+    if not weights:
+        return [tuple(entries)], [Fraction(1)]
+    if len(weights) < len(parsed):
+        raise UserError(f"{flag}: a weight for some entries only; give each one, as in A:0.7 B:0.3")
+    if min(weights) < 0 or not sum(weights):
+        raise UserError(f"{flag} {' '.join(entries)}: weights must not be negative, nor sum to nothing")
+    return [(spec,) for spec, _ in parsed], weights
+
+
 # ---- what entries of --data name
 
 
@@ -90,15 +105,6 @@ def cache_of(config: Config) -> Path:
     folder = Path(config.cache or CACHE).expanduser()
     make_folder(folder, "--cache")
     return folder
-
-
-def tokenize(sources: list[TextFile], config: Config) -> list[TextFile]:
-    """Tokenises text into a folder of the cache, once -> its shards."""
-    encoder = Encoder.of(config)
-    key = text.key_of(sources, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
-    folder = cache_of(config) / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
-    prepare(sources, encoder, folder)
-    return text.find_files(str(folder), "--data")
 
 
 open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", buffering=0))
@@ -122,22 +128,36 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
     return np.frombuffer(content, f"<u{shard.width}")
 
 
+class Listing(NamedTuple):
+    """What the entries of a source name. A listing of shards is all that other ranks need to know."""
+
+    flag: str
+    files: list[TextFile]
+    is_stream: bool = False
+    splits: dict[str, list[Shard]] | None = None  # not of a stream
+    delimiter: int | None = None  # the id before a document, if the shards agree on one
+    is_chat: bool = False
+
+    @property
+    def is_of_one_machine(self) -> bool:
+        """Whether the shards are in a cache, which each machine may have for itself."""
+        return not self.is_stream and any(file.store or file.kind != SHARD for file in self.files)
+
+
 class Catalog:
-    """The files that entries of --data and --val_data name, which rank 0 looks up and opens for all ranks. Text is the
-    exception: every process tokenises it and opens its shards, because a machine may have its own cache."""
+    """The listings of all sources, by the entries of --data and --val_data. Rank 0 finds and opens the files once, and
+    sends its listings to the other ranks."""
 
     def __init__(self, config: Config):
-        self.config, self.shards, self.indexes = config, {}, {}
+        self.config, self.listings, self.indexes = config, {}, {}
         self.tokenizers = {}  # {fingerprint: who names it}
         if config.tokenizer != "bytes":
             self.tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
-        # {entries of a source: what `find` and `_open_shards` return on rank 0}
-        self.known, self.rank0_shards = {}, {}
 
-    def find(self, specs: tuple[str, ...], flag: str) -> tuple[list[TextFile], bool]:
-        """-> (the files that entries name, whether they are streamed). Text of addresses is streamed, and with
-        --stream all text. Conversations never are; the first good row decides."""
-        if specs not in self.known:
+    def find(self, specs: tuple[str, ...], flag: str) -> Listing:
+        """Text of addresses is streamed, and with --stream all text. Conversations never are; the first good row
+        decides."""
+        if specs not in self.listings:
             config = self.config
             files = [file for spec in specs for file in text.find_entry(spec, flag, config)]
             is_text = all(file.kind != SHARD for file in files)
@@ -147,38 +167,39 @@ class Catalog:
                 with ThreadPoolExecutor(1) as pool:
                     next(text.encode(jobs, Encoder.of(config), pool, 0, report), None)
                 is_stream = report["kind"] != "chat"
-            self.known[specs] = files, is_stream
-        return self.known[specs]
+            listing = Listing(flag, files or [builtin_file()], is_stream)
+            self.listings[specs] = listing if is_stream else self._open(listing)
+        return self.listings[specs]
 
-    def open(self, split: str, specs: tuple[str, ...], flag: str) -> "ShardRows":
-        """The rows of a split, "train" or "val". With --val_data, --data only trains, without another tool's shards
-        named *val*. Otherwise shards named *val* are held out, or, without any, the last 1/20 of each shard."""
-        config = self.config
-        if specs not in self.shards:
-            self.shards[specs] = self._open_shards(specs, flag)
-        splits, delimiter, is_chat = self.shards[specs]
-        shards = splits["train"] + splits["val"] if config.val_data else splits[split]
-        delimiter = delimiter if config.delimiter < 0 else config.delimiter
-        return (ChatRows if is_chat else ShardRows)(shards, delimiter, config, split)
+    def accept(self, listings: dict[tuple[str, ...], Listing]) -> None:
+        """Takes rank 0's listings. Text is tokenized on each machine that has its own cache."""
+        for specs, theirs in listings.items():
+            ours = self._open(theirs) if theirs.is_of_one_machine else theirs
+            if ours.splits and [s.sha256 for s in ours.splits["train"]] != [s.sha256 for s in theirs.splits["train"]]:
+                raise UserError(f"{theirs.flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
+            self.listings[specs] = ours
 
-    def _open_shards(self, specs, flag):
-        """-> (the shards of each split, the id before a document if they agree on one, is it chat). Tokenises text.
-        Text at an address comes here only if it holds conversations: other text there is streamed."""
-        config, splits, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
-        files = self.find(specs, flag)[0]
-        expected = self.rank0_shards.get(specs)
-        if expected and files and all(file.kind == SHARD and not file.store for file in files):
-            return expected
-        files = text.fetch_all(files, cache_of(config)) or [text.builtin_file()]
-        texts = [file for file in files if file.kind != SHARD]
+    def _open(self, listing: Listing) -> Listing:
+        """Adds the shards of each split; first tokenizes text into a folder of the cache. --val_data lets all shards of
+        --data train, but another tool's that are named *val*. Without it, such shards are held out, or, if there are
+        none, the last 1/20 of each shard."""
+        config, cache = self.config, cache_of(self.config)
+        splits, delimiters, kinds = {"train": [], "val": []}, set(), set()
+        files = text.fetch_all(listing.files, cache)
         shards = [file for file in files if file.kind == SHARD]
         some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
-        for path, size, *_ in shards + (tokenize(texts, config) if texts else []):
+        if texts := [file for file in files if file.kind != SHARD]:
+            encoder = Encoder.of(config)
+            key = text.key_of(texts, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
+            folder = cache / f"{Path(texts[0].name).name.partition('.')[0]}-{key[:12]}"
+            prepare(texts, encoder, folder)
+            shards += text.find_files(str(folder), "--data")
+        for path, size, *_ in shards:
             progress.advance()
             folder, name = os.path.split(path)
             index, is_val = self._index(folder), VAL_NAME.search(name)
             shard, delimiter = find_shard(path, size, config.data_dtype, index.get("files", {}).get(name))
-            if not index and is_val and config.val_data and flag == "--data":
+            if not index and is_val and config.val_data and listing.flag == "--data":
                 continue  # the validation shards of a folder from another tool
             delimiters.add(index.get("delimiter", delimiter))
             kinds.add(index.get("kind", "text"))
@@ -187,16 +208,15 @@ class Catalog:
             splits["train"].append(shard.part(0, cut))
             splits["val"].append(shard.part(cut, shard.tokens))
         if len(kinds) > 1:
-            raise UserError(f"{flag}: {text.MIXED}")
-        if expected and [s.sha256 for s in splits["train"]] != [s.sha256 for s in expected[0]["train"]]:
-            raise UserError(f"{flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
-        return splits, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
+            raise UserError(f"{listing.flag}: {text.MIXED}")
+        delimiter = delimiters.pop() if len(delimiters) == 1 else None
+        return listing._replace(splits=splits, delimiter=delimiter, is_chat=kinds == {"chat"})
 
     def _index(self, folder):
         """Reads the index of a folder once. Refuses data of several tokenizers."""
         if folder not in self.indexes:
             self.indexes[folder] = index = read_index(Path(folder))
-            text.tell_omissions(index, folder)
+            text.tell_omissions(index)
             if index:
                 self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
             if len(self.tokenizers) > 1:
@@ -205,13 +225,6 @@ class Catalog:
                     " right --tokenizer, or prepare the text again"
                 )
         return self.indexes[folder]
-
-
-def _too_little(split: str, content: str, change: str) -> UserError:
-    name, more = "training data", ""
-    if split == "val":
-        name, more = "validation split", ", name a --val_data, or turn evaluation off with --eval_every 0"
-    return UserError(f"The {name} has {content}: give more text or a {change} --seq_len{more}")
 
 
 # ---- sources
@@ -229,24 +242,24 @@ class ShardRows:
     document; None: unknown. Reading an id beyond the vocabulary raises UserError."""
 
     note, id_bits = "", np.uint32(2**32 - 1)
+    lack = ""  # the message if there is no row
 
-    def __init__(self, shards: list[Shard], delimiter: int | None, config: Config, split: str):
+    def __init__(self, shards: list[Shard], delimiter: int | None, config: Config):
         self.shards, self.delimiter, self.config = [shard for shard in shards if shard.tokens], delimiter, config
         self.bounds = np.cumsum([0, *(shard.tokens for shard in self.shards)])  # the shards begin here; then the end
         self.tokens = int(self.bounds[-1])
         self.hashes = {shard.path: shard.sha256 for shard in self.shards}
-        self._arrange(split)
+        self._arrange()
 
-    def _arrange(self, split):
+    def _arrange(self):
         T = self.config.seq_len
         if self.config.documents == "separate" and self.delimiter is None:
             raise UserError(
                 "--documents separate: these shards do not say which id begins a document: give --delimiter ID"
             )
-        self.count = (self.tokens - 1) // T
-        self.row_starts = range(0, self.tokens, T)  # the place of each row's first token
-        if self.count < 1:
-            raise _too_little(split, f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}", "smaller")
+        self.count = max(0, self.tokens - 1) // T
+        if not self.count:
+            self.lack = f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}: a smaller --seq_len"
 
     def read(self, start: int, stop: int) -> np.ndarray:
         first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
@@ -254,28 +267,18 @@ class ShardRows:
         tokens = np.concatenate([read_shard(shard, max(start - begin, 0), stop - begin) for shard, begin in pieces])
         ids, vocab_size = tokens & self.id_bits, self.config.model_config.vocab_size
         if ids.max() >= vocab_size:
+            at = start + ids.argmax()
+            i = np.searchsorted(self.bounds, at, side="right") - 1
+            place = f"{self.shards[i].path} at token {self.shards[i].first + at - self.bounds[i]}"
             raise UserError(
-                f"{self.place_of(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
+                f"{place}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
                 " tokenizer and --model (or --vocab_size) must match"
             )
         return tokens
 
-    def place_of(self, position: int) -> str:
-        """The shard that holds a token, and the token's number there."""
-        i = np.searchsorted(self.bounds, position, side="right") - 1
-        return f"{self.shards[i].path} at token {self.shards[i].first + position - self.bounds[i]}"
-
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = self.config.seq_len
         return _shift_targets(self, [self.read(i * T, i * T + T + 1) for i in index])
-
-    def where(self, row: int) -> str:
-        """The place of a row, and its first characters, if it is known what its tokens mean."""
-        where = self.place_of(self.row_starts[row])
-        if text.knows_text(self.config):
-            ids = self.rows(np.array([row]))[0][0, :400].tolist()
-            where += f": {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
-        return where
 
     def describe(self) -> list[dict]:
         """Name and size of each shard."""
@@ -287,7 +290,7 @@ class ChatRows(ShardRows):
 
     id_bits = ID
 
-    def _arrange(self, split):
+    def _arrange(self):
         config, T = self.config, self.config.seq_len
         starts = [np.zeros(0, np.int64)]
         for shard, begin in zip(self.shards, self.bounds, strict=False):
@@ -301,15 +304,16 @@ class ChatRows(ShardRows):
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
         if not count:
-            content = f"{plural(total, 'conversation')}, and none is left ({is_long.sum()} longer than --seq_len {T})"
-            raise _too_little(split, content, "larger")
+            self.count = 0
+            too_long = f"{is_long.sum()} are longer than --seq_len {T}"
+            self.lack = f"{plural(total, 'conversation')}, and none is left ({too_long}): a larger --seq_len"
+            return
         if total - count > total / 100:
             text.log.warning(f"dropped {total - count} of {plural(total, 'conversation')}: give a larger --seq_len")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
-        self.row_starts = [self.starts[documents[0]] for documents in self.contents]
         untrained = "" if config.long_chats == "drop" else " because no trained token would be left"
         self.note = (
             f"{plural(total, 'conversation')}, {(is_long & kept).sum()} truncated to --seq_len {T} and"
@@ -342,6 +346,16 @@ class Position(NamedTuple):
     row: int = 0  # of the file
     token: int = 0  # of the row's document
     bad: int = 0  # rows left out, since the run began
+
+
+def merge_positions(states: list[dict]) -> dict:
+    """Merges the positions of all ranks. Any number of ranks can resume from the result."""
+    merged = copy.deepcopy(states[0])
+    for source, lanes in merged.get("lanes", {}).items():
+        for state in states[1:]:
+            for lane, position in state["lanes"][source].items():
+                lanes[lane] = max(position, lanes.get(lane, position))  # the later: its first field, given
+    return merged
 
 
 class Stream:
@@ -435,12 +449,6 @@ class Stream:
         for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
             self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
         return _shift_targets(self, [self._take(n) for n in numbers])
-
-    def where(self, number: int) -> str:
-        """The current file and row of the row's lane."""
-        lane = number % self.config.lanes
-        at = self.positions.get(str(lane), Position())
-        return f"{self._files(lane, at.epoch)[at.file].name} near row {at.row} (lane {lane}, epoch {at.epoch})"
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:

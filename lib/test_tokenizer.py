@@ -141,7 +141,7 @@ def test_a_trained_tokenizer(tmp_path, monkeypatch, capsys):
         assert ours.decode(ids) == theirs.decode(ids) == text
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     assert sum(render_chat(ours, messages, chat_template(ours, "llama"))[1]) == 2  # y<|eot_id|>
-    for more, message in (["one"], "has a tokenizer already"), (["three", "--lr", "1"], "has no use for --lr"):
+    for more, message in (["one"], "has a tokenizer already"), (["three", "--lr", "1"], "arguments: --lr 1"):
         with pytest.raises(UserError, match=message):
             run_text_command([*flags, f"{tmp_path}/{more[0]}", *more[1:]], parse_args)
 

@@ -18,21 +18,18 @@ functions, and torch never."""
 import contextlib
 import functools
 import glob
-import gzip
 import hashlib
 import importlib.machinery
 import importlib.metadata
 import itertools
 import json
-import logging
 import multiprocessing
 import os
-import platform
+import re
 import shutil
 import struct
 import sys
 import threading
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +44,6 @@ from lib.files import (
     SUBSTITUTES,
     describe_content,
     make_folder,
-    may_pass,
     plural,
     read_ahead,
     read_json,
@@ -57,11 +53,10 @@ from lib.files import (
 )
 from lib.hub import local_path
 from lib.progress import advance
-from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
-from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
+from lib.readers import FORMATS, SHARD, STDIN, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
+from lib.stores import bare, fetch, list_files, store_errors, version_of
 from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
-STDIN = "-"  # the name of standard input
 # The sources in lib/ that decide how text becomes tokens.
 CODE = (
     "text.py",
@@ -73,7 +68,6 @@ CODE = (
     "templates/llama3.jinja",
     "templates/mixtral.jinja",
 )
-VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
 MIXED = "documents and conversations together: give each its own weight, as in A:0.5 B:0.5"
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
@@ -81,16 +75,13 @@ MAGICS = {  # of llm.c's headers -> version, bytes per token, token before a doc
     20240520: (1, 2, 50256),  # GPT-2
     20240801: (7, 4, 128000),  # Llama 3
 }
-INDEX, SHARD = "index.json", ".bin"
+INDEX = "index.json"
 REASONS = 5  # different reasons for leaving out rows that are kept for each file
 SHARD_TOKENS = 100_000_000
-NEEDED = "--data", "--tokenizer", "--out"  # flags of `prepare` that have no default
-OPTIONAL = "--text_field", "--chat_fields", "--skip_bad", "--model", "--weights"  # and others that it reads
 SAMPLE = 2**28  # characters from which a tokenizer is trained: it keeps their words in memory, once each
 PIECE = 2**18  # characters of it that the library gets at a time
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
-log = logging.getLogger("flatland")
 warn_once = functools.cache(log.warning)  # each message once in a process
 
 
@@ -126,28 +117,26 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
 
 
 def text_fields(words: tuple[str, ...], entries: tuple[str, ...]) -> dict[str, str]:
-    """--text_field: NAME=FIELD names the field of an entry of --data by its path or its last part, FIELD that of the
-    others -> {name, or empty: field}"""
-    fields, known = {}, {""}
-    for path, _ in map(split_weight, entries):
-        known |= {path, os.path.basename(bare(path).rstrip("/"))}
+    """--text_field: FIELD, and NAME=FIELD for an entry of --data, by its path or its last part -> {path of an entry, or
+    empty for the others: field}"""
+    fields, paths = {}, [split_weight(entry)[0] for entry in entries]
     for word in words:
         name, _, field = word.rpartition("=")
-        if name not in known or name in fields or not field:
-            raise UserError(f"--text_field {word}: expected FIELD, or NAME=FIELD for one of {', '.join(entries)}, once")
-        fields[name] = field
+        named = [path for path in paths if name in (path, os.path.basename(bare(path).rstrip("/")))] if name else [""]
+        if not named or not field or fields.keys() & {*named}:
+            raise UserError(f"--text_field {word}: expected FIELD, or NAME=FIELD for one of {', '.join(paths)}, once")
+        fields |= dict.fromkeys(named, field)
     return fields
 
 
-def find_entry(spec: str, flag: str, config) -> list["TextFile"]:
+def find_entry(spec: str, flag: str, config) -> list[TextFile]:
     """find_files, with the text field of each file."""
     path, _ = split_weight(spec)
-    fields = text_fields(config.text_field, config.data + config.val_data)
-    field = fields.get(path) or fields.get(os.path.basename(bare(path).rstrip("/")), "")
+    field = text_fields(config.text_field, config.data + config.val_data).get(path, "")
     return [file._replace(text_field=field) for file in find_files(path, flag)]
 
 
-def find_files(spec: str, flag: str) -> list["TextFile"]:
+def find_files(spec: str, flag: str) -> list[TextFile]:
     """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
     shards or, if it has none, for its files of text, without a README.md that describes files of other formats."""
     if spec == STDIN:
@@ -169,21 +158,19 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     if any(file.kind != ".md" for file in texts):
         texts = [file for file in texts if os.path.basename(file.name) != "README.md"]
     if shards or texts:
-        known = (SHARD, *SUFFIXES)
-        unknown = [f.kind for f in files if f.kind not in known and not os.path.basename(f.name).startswith(".")]
+        visible = [file.kind for file in files if not os.path.basename(file.name).startswith(".")]
+        unknown = [kind or "no suffix" for kind in visible if kind not in (SHARD, *SUFFIXES)]
         if unknown:
-            kinds = ", ".join(sorted({kind or "no suffix" for kind in unknown})[:REASONS])
+            kinds = ", ".join(sorted({*unknown}))
             warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
         return shards or texts
     path, hint = Path(spec).expanduser().absolute(), ""
-    if not entries and path.is_dir():
-        raise UserError(f"{flag} {spec} is empty")
     if len(entries) > len(files):
         hint = f"; with the files in its folders: '{spec.removesuffix('/*').rstrip('/')}/**'"
     elif not store:
         near = nearest(path.name, {sibling.name for sibling in path.parent.glob("*")} - {path.name})
         hint = f"; did you mean {near}?" * bool(near)
-    if not entries:
+    if not entries and not path.is_dir():
         raise UserError(f"{flag} {spec if store else path} does not exist{hint}")
     raise UserError(f"{flag} {spec}: no file of a known format{hint}; {FORMATS} are known")
 
@@ -205,7 +192,7 @@ def refuse_missing(config):
     return config
 
 
-def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
+def fetch_all(files: list[TextFile], cache: Path) -> list[TextFile]:
     """The local copies of files. Files of one remote folder are downloaded into one folder of the cache, with the
     index.json of token shards. Several processes may call it at the same time."""
     local = []
@@ -233,86 +220,6 @@ def _download(files, parent, folder):
         for name in names + [index] * (files[0].kind == SHARD and store.exists(index)):
             fetch(store, name, f"{folder}.part/{os.path.basename(bare(name))}")
         os.replace(f"{folder}.part", folder)
-
-
-# ---- files
-
-
-class TextFile(NamedTuple):
-    """A file of text. name: a path, an address (on the hub: hf://datasets/ORG/NAME@COMMIT/PATH), STDIN or BUILTIN.
-    size: in bytes, 0 if unknown. version: changes with the content, if the store tells. store: the fsspec file system
-    of an address. text_field: the field of --text_field for this file; empty: the encoder's."""
-
-    name: str
-    size: int
-    version: str
-    store: object = None
-    text_field: str = ""
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.name)
-
-    @property
-    def is_document(self) -> bool:
-        """Whether the file is one document, and not rows."""
-        return self.kind in DOCUMENTS
-
-    def _open(self, in_sequence):
-        if self.store:
-            return open_remote(self.store, self.name, in_sequence)
-        if self.name == STDIN:
-            return sys.stdin.buffer
-        return open(os.devnull if self.name == BUILTIN else self.name, "rb")
-
-    def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
-        """The rows after number `first`. Every val_every-th is held out (1: all, 0: none), or the end of a document.
-        After an error that may pass, the file is opened again. UserError if it is damaged."""
-        rows = None
-
-        def take():
-            nonlocal rows
-            try:
-                rows = rows or self._rows(first, val_every)
-                return next(rows, None)
-            except Exception:
-                rows = None
-                raise
-
-        while row := retry(take, transient=lambda error: self.name != STDIN and may_pass(error)):
-            first = row.number
-            yield row
-
-    def _rows(self, first, val_every):
-        """The rows, until an error."""
-        name, number, kind = self.name, 0, self.kind
-        # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
-        in_sequence = kind != ".parquet" and not (self.is_document and val_every)
-        with store_errors(name), self._open(in_sequence) as raw:
-            if name == STDIN:
-                kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
-            if kind == SHARD:
-                raise UserError(f"{name} holds token ids, not text")
-            stream = gzip.GzipFile(fileobj=raw) if bare(name).endswith(".gz") else raw
-            try:
-                for file in (raw, stream):
-                    if content := describe_content(file.peek(512)[:512], SUBSTITUTES):
-                        raise UserError(content)
-                for row in read_rows(stream, kind, val_every):
-                    number = row.number
-                    if number > first and row.content != b"":  # a blank line has a number, but is not a row
-                        yield row
-            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as e:
-                problem = f"damaged, cut short or not UTF-8 after row {number}: {e}"
-                raise UserError(f"{name}: {problem}: get it again, or convert it with iconv") from None
-            except UserError as e:
-                raise UserError(f"{name}: {e}") from None
-        if not number:
-            log.warning(f"{name} is empty")
-
-
-def builtin_file() -> TextFile:
-    return TextFile(BUILTIN, 0, f"{platform.python_version()} {importlib.metadata.version('torch')}")
 
 
 # ---- encoding
@@ -457,13 +364,11 @@ def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, 
             reasons[reason] = reasons.get(reason, 0) + 1
 
 
-def tell_omissions(index: dict, folder: Path) -> None:
-    """Logs, once in a process, the rows that the index of a folder reports as left out, and the notes on others."""
+def tell_omissions(index: dict) -> None:
+    """Logs, once in a process, the bad rows that an index reports as left out, and the notes on other rows."""
     for name, reasons in index.get("left_out", {}).items():
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
         warn_once(printable(f"{name}: {plural(sum(reasons.values()), 'bad row')} left out: {listed}"))
-    if index.get("skipped") and "left_out" not in index:  # of version 0.3
-        warn_once(f"{folder}: {plural(index['skipped'], 'bad row')} were left out when it was prepared")
     for what, (count, first) in index.get("notes", {}).items():
         warn_once(printable(f"{what}: {plural(count, 'row')}, first in {first}"))
 
@@ -545,11 +450,10 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
     magic, version, tokens = struct.unpack("<3i", head[:12]) if content >= 0 else (0, 0, 0)
     if magic in MAGICS:
         expected, width, delimiter = MAGICS[magic]
-        promised = tokens * width
-        if (version, content) != (expected, promised):
+        if (version, content) != (expected, tokens * width):
             raise UserError(
-                f"{path} is damaged: version {version}, {content} bytes of tokens, but magic {magic} and {tokens}"
-                f" tokens mean version {expected}, {promised} bytes"
+                f"{path} is damaged: its header (magic {magic}, version {version}, {tokens} tokens) means"
+                f" {tokens * width} bytes of tokens, but it has {content}"
             )
         return Shard(path, tokens, width, HEADER), delimiter
     if not data_dtype:
@@ -588,7 +492,7 @@ def prepare(
                 finally:
                     if {*os.listdir(out)} <= {".lock", INDEX}:  # after an error
                         shutil.rmtree(out)
-    tell_omissions(index, out)
+    tell_omissions(index)
     return index
 
 
@@ -688,17 +592,12 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
 
 def verify(path: Path) -> Iterator[str]:
     """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
-    folder = path if path.is_dir() else path.parent
-    recorded = read_index(folder).get("files", {})
+    recorded = read_index(path if path.is_dir() else path.parent).get("files", {})
     files = [Path(file.name) for file in find_files(str(path), "verify")]
-    for file in dict.fromkeys(files + [folder / name for name in recorded if path.is_dir()]):
-        if kind_of(file.name) != SHARD:
-            yield f"{file} is text: nothing to verify"
-            continue
+    for file in dict.fromkeys(files + [path / name for name in recorded if path.is_dir()]):
         try:
             shard, _ = find_shard(str(file), file.stat().st_size, "uint16")
-            sha256 = recorded and hashlib.sha256(file.read_bytes()).hexdigest()
-            if recorded and recorded.get(file.name, {}).get("sha256") != sha256:
+            if recorded and hashlib.sha256(file.read_bytes()).hexdigest() != recorded.get(file.name, {}).get("sha256"):
                 yield f"{file} has changed since it was prepared (sha256): prepare the text again"
             elif not shard.offset:
                 yield f"{file} has no header: nothing to verify"
@@ -712,9 +611,15 @@ def verify(path: Path) -> Iterator[str]:
 VERBS = {
     "prepare": {
         "help": "tokenizes text into a folder of shards, once and on all cores: prepare --help",
-        "epilog": "It needs --data, --tokenizer and --out (the folder for the shards); --text_field, --chat_fields,"
-        " --skip_bad and --model say how text is read. --data - is standard input.",
         "flags": {
+            "--data --input": dict(nargs="+", help="files of text; - is standard input"),
+            "--tokenizer": dict(help="bytes, a folder or a hub id"),
+            "--out": dict(help="the folder for the shards"),
+            "--text_field": dict(nargs="+", help="as for train.py, and so the next four"),
+            "--chat_fields": dict(nargs="+"),
+            "--skip_bad": dict(),
+            "--model": dict(),
+            "--weights": dict(),
             "--shard_tokens": dict(
                 type=within(int, 1), default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)"
             ),
@@ -729,11 +634,23 @@ VERBS = {
     },
     "train-tokenizer": {
         "help": "learns a tokenizer from text: train-tokenizer --data FILES --vocab_size N --out DIR",
-        "epilog": "--text_field and --chat_fields say how text is read. Of more than 256 MB the beginning of each file"
-        " is used.",
-        "flags": {"--vocab_size": dict(type=within(int, 261, 2**20), required=True, help="ids, at least 261")},
+        "epilog": "Of more than 256 MB the beginning of each file is used.",
+        "flags": {
+            "--data --input": dict(nargs="+", help="files of text; - is standard input"),
+            "--vocab_size": dict(type=within(int, 261, 2**20), help="ids, at least 261"),
+            "--out": dict(help="the folder for the tokenizer"),
+            "--text_field": dict(nargs="+", help="as for train.py, like the next one"),
+            "--chat_fields": dict(nargs="+"),
+        },
     },
-    "show": {"help": "prints --n rows (3) as the model sees them: show --data FILES [any flag of train.py]"},
+    "show": {
+        "help": "prints rows as the model sees them: show --data FILES [any flag of train.py], or --run RUN --step N",
+        "flags": {
+            "--n": dict(type=within(int, 1), help="rows (3, or all of a step)"),
+            "--run": dict(type=Path, help="with --step: a run folder, whose rows of that step are shown"),
+            "--step": dict(type=within(int, 1), help="a step of --run"),
+        },
+    },
 }
 
 
@@ -757,27 +674,27 @@ def _train_tokenizer(sources, encoder, out, vocab_size):
 def main(argv: list[str], parse_args: Callable) -> None:
     """argv: a verb other than show, and its flags. parse_args: config.parse_args, for the flags about the text."""
     parser = Parser(prog="data.py")
-    commands = parser.add_subparsers(required=True, metavar="VERB", dest="verb")
-    parsers = {verb: commands.add_parser(verb, **about) for verb, about in VERBS.items()}
-    args, flags = parser.parse_known_args(["--data" if word == "--input" else word for word in argv])
+    commands = parser.add_subparsers(required=True, metavar="VERB")
+    for verb, about in VERBS.items():
+        commands.add_parser(verb, **about)
+    if argv[:1] and argv[0] in VERBS:
+        parser, argv = commands.choices[argv[0]], argv[1:]
+    spelled = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
+    args = vars(parser.parse_args(spelled))
     if "path" in args:
-        parser.parse_args(argv)  # refuses other flags
-        if wrong := [line for path in args.path for line in verify(path)]:
+        if wrong := [line for path in args["path"] for line in verify(path)]:
             raise UserError("\n".join(wrong))
-        return print(f"{', '.join(map(str, args.path))}: all is as it should be")
-    parsers[args.verb].refuse_typos(flags)
-    config = parse_args(flags)
-    given = {f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in flags if word.startswith("--")}
-    trains = args.verb == "train-tokenizer"
-    needed, optional = (NEEDED[::2], OPTIONAL[:2]) if trains else (NEEDED, OPTIONAL)
-    if missing := [flag for flag in needed if flag not in given]:
+        return print(f"{', '.join(map(str, args['path']))}: all is as it should be")
+    needed = {"data", "tokenizer", "vocab_size", "out"} & args.keys()
+    if missing := [f"--{name}" for name in args if name in needed and not args[name]]:
         hint = "; --tokenizer bytes needs no file" * ("--tokenizer" in missing)
-        raise UserError(f"{args.verb} needs {', '.join(missing)}{hint}")
-    if unread := given.difference(needed, optional):
-        raise UserError(f"{args.verb} has no use for {', '.join(sorted(unread))}")
+        raise UserError(f"{parser.prog} needs {', '.join(missing)}{hint}")
+    how = [args.pop(name) for name in ("shard_tokens", "val_every", "vocab_size") if name in args]
+    words = [[f"--{name}", *([value] if isinstance(value, str) else value)] for name, value in args.items() if value]
+    config = parse_args(list(itertools.chain(*words)))
     sources, out = [file for spec in config.data for file in find_entry(spec, "--data", config)], Path(config.out)
-    if trains:
-        return _train_tokenizer(sources, Encoder.of(config), out, args.vocab_size)
-    files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
+    if "tokenizer" not in args:
+        return _train_tokenizer(sources, Encoder.of(config), out, *how)
+    files = prepare(sources, Encoder.of(config), out, *how)["files"]
     print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {plural(len(files), 'shard')}")
     print(f"Use it: --data {out} --tokenizer {config.tokenizer}")
