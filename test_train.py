@@ -302,13 +302,13 @@ def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
     products = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with monkeypatch.context() as m:
-        m.setattr(machine, "set_matmul_precision", products.append)
+        m.setattr(machine, "set_numerics", lambda dtype, _: products.append(dtype))
         words = ["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]
         assert exit_status(train_main, words) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
     for dtype in ("fp32", "tf32", "bf16"):
-        machine.set_matmul_precision(dtype)
+        machine.set_numerics(dtype, False)
     assert products == ["fp32", "highest", "high", "high"]
 
 

@@ -47,13 +47,12 @@ def main(argv: list[str]) -> int:
     asked = parse_args(argv, trains=True)
     if not asked.check:
         machine.set_allocators()
-        machine.set_determinism(asked.deterministic)
     ranks = settle.imagine_ranks() if asked.check else init_ranks()
     asked = on_first_rank(lambda: checkpoint.keep_defaults(asked), ranks)
     config = resolve(asked, ranks)
     if asked.check:
         return print_check(count_steps(asked, config, ranks), ranks)
-    machine.set_matmul_precision(config.dtype)
+    machine.set_numerics(config.dtype, config.deterministic)
     with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
         run.config = count_steps(asked, config, ranks)
         train(run)

@@ -170,18 +170,15 @@ def set_allocators() -> None:
             libc.mallopt(parameter, value)
 
 
-def set_determinism(on: bool) -> None:
-    """--deterministic. Call it before a GPU is used."""
-    if on:
+def set_numerics(dtype: str, deterministic: bool) -> None:
+    """--dtype: a GPU multiplies fp32 matrices in TF32 unless it is fp32. --deterministic. Call it before the first
+    product."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for the same bits
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new tensor twice
-
-
-def set_matmul_precision(dtype: str) -> None:
-    """Lets a GPU multiply fp32 matrices in TF32, unless --dtype is fp32. Call it before the first compilation."""
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
 
 
 def compiler_problem() -> str:
