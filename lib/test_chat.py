@@ -158,11 +158,8 @@ def test_named_templates(tmp_path):
         write_tokenizer(ours, export, "llama")
         assert T.load_tokenizer(str(export)).templates == ours.templates == named
     ours, _ = _tokenizer(tmp_path / "none", "", config={"chat_template": rows[1:]})
-    with pytest.raises(UserError, match="tool_use, rag, but none is called default"):
+    with pytest.raises(UserError, match="none of its names is default"):
         render_chat(ours, ask + answer, chat_template(ours, "llama"))
-    refuses = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
-    with pytest.raises(UserError, match="refuses this conversation: System role not supported"):
-        render_chat(ours, [{"role": "system", "content": "x"}, *ask], refuses)
 
 
 def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_path, monkeypatch):
@@ -359,10 +356,21 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
     ("cuts", {"messages": [ASK, ANSWER | {"content": "[THINK]a[/THINK]b"}]}, r"last answer: '\[THINK\]a\[/THINK\]b'"),
     ("reasons", {"messages": [ASK, ANSWER | {"content": "<think>a</think>b"}]}, "last answer: '<think>a</think>b'"),
+    ("plain", {"messages": []}, "expected a user's message"),
+    ("plain", {"messages": [SYSTEM]}, "expected a user's message"),
+    ("plain", {"messages": [ANSWER]}, "message 0: expected system or developer or user with"),
+    ("plain", {"messages": [ASK, SYSTEM]}, "message 1: expected assistant with"),
+    ("plain", {"messages": [SYSTEM, ASK, ANSWER, ANSWER]}, "message 3: expected user or tool with"),
+    ("plain", {"messages": [ASK, ANSWER, ASK | {"content": " \n"}]}, "message 2: expected user or tool with a text"),
+    ("plain", {"messages": [ASK, ANSWER | {"content": [{"type": "text"}]}]}, "message 1: expected assistant with"),
+    ("plain", {"messages": [ASK | {"content": "hi \ufdd2there\ufdd3"}]}, "holds U.FDD2, which is not a character"),
+    ("{% if %}", {"messages": [ASK]}, "Expected an expression"),
+    ("{{ raise_exception('no role') }}", {"messages": [ASK]}, "refuses this conversation: no role"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", {"messages": [ASK, ANSWER]}, "before a control token"),
 ])  # fmt: skip
-def test_fields_are_refused(template, row, message, tokenizers_of):
+def test_rows_are_refused(template, row, message, tokenizers_of):
     with pytest.raises(UserError, match=message):
-        _read(tokenizers_of(TRAITS[template])[0], row)
+        _read(tokenizers_of(TRAITS.get(template, template))[0], row)
 
 
 CUT, CHANGED = "leaves out text of an earlier answer: it is not", "changes or leaves out text of the assistant"
@@ -396,7 +404,9 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     """With the first row of each kind."""
     thought = "reasoning that only the last answer shows"
     silent = "{%- set messages = messages[1:] if messages[0].role == 'system' else messages %}" + TRAITS["reasons"]
-    _tokenizer(tmp_path / "t", silent)
+    silent = "{{- strftime_now('%d %b %Y') }}" + silent
+    ours, _ = _tokenizer(tmp_path / "t", silent)
+    assert ours.decode(render_chat(ours, [ASK], silent)[0]).startswith("26 Jul 2024")
     rows = [
         {"messages": [ASK, ANSWER]}, {"messages": [SYSTEM, ASK, ANSWER]},
         {"messages": [ASK, THINKS | {"thinking": thought}, ASK, ANSWER | {"channel": "c7"}], "system_prompt": "s"},
@@ -407,6 +417,7 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     assert {re.sub(r"\S*/a.jsonl: ", "", record.message) for record in caplog.records} == {
         "the chat template changes or leaves out text of the system: 1 row, first in line 2: 'Be brief.'",
         f"the chat template {CUT} trained on: 1 row, first in line 3: {thought!r}",
+        "the chat template asks for today's date and always gets this one: 5 rows, first in line 1: '26 July 2024'",
         "nothing reads the field channel: 1 row, first in line 3: 'c7'",
         "nothing reads the field system_prompt: 1 row, first in line 3: 's'",
         "nothing reads the field images: 2 rows, first in line 4: \"['a.png']\"",

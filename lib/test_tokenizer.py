@@ -130,7 +130,7 @@ def test_a_trained_tokenizer(tmp_path, monkeypatch, capsys):
     flags = ["train-tokenizer", "--data", f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl", "--vocab_size", "1000", "--out"]
     for name in ("one", "two"):
         run_text_command([*flags, f"{tmp_path}/{name}"], parse_args)
-    assert capsys.readouterr().out.count(f"{tmp_path}/one: 1024 ids, ") == 1
+    assert f"{tmp_path}/one: 1024 ids, " in capsys.readouterr().out
     one, two = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("one", "two"))
     assert one == two and "Ġzyxwvu" in one.decode() and "qqq" not in one.decode()
     ours, theirs = T.load_tokenizer(f"{tmp_path}/one"), transformers.AutoTokenizer.from_pretrained(tmp_path / "one")
@@ -266,7 +266,7 @@ def test_files_that_are_not_tokenizers_are_refused(files, message, tmp_path):
 
 @pytest.mark.parametrize("kind, changes, settings, message", [
     ("gpt2", {}, {"bos_token": "<nope>"}, "BOS '<nope>'"),
-    ("gpt2", {"added_tokens": []}, {}, "name them in its folder's tokenizer_config.json"),
+    ("gpt2", {"added_tokens": []}, {}, "name them in tokenizer_config.json"),
     ("gpt2", {}, {"extra_special_tokens": ["<new>"]}, "lacks <new>"),
     ("gpt2", {"normalizer": CHARSMAP}, {}, "PanicException"),
     ("llama2", {}, PAD, "lacks <pad>"),
@@ -435,42 +435,6 @@ def _chat_tokenizer(family: str, folder):
     d = _llama2_json(kind, folder / "model") if kind in MODELS else _json(kind)
     config = {"chat_template": TEMPLATES[family], "bos_token": bos, "eos_token": eos}
     return T.load_tokenizer(_write(folder, tokenizer__json=d, tokenizer_config__json=config))
-
-
-def test_templates_that_fail_are_refused():
-    """Llama 3.2's template asks for today's date, and gets the same every day."""
-    ours, messages = T.ByteTokenizer(), [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
-    dated = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
-    assert ours.decode(render_chat(ours, messages[:1], dated)[0]) == "26 Jul 2024x"
-    for template, message in (
-        ("{% if %}", "Expected an expression"), ("{{ raise_exception('no role') }}", "no role"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not put the answer before a control token"),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=message):
-            render_chat(ours, messages, template)
-
-
-@pytest.mark.parametrize("roles, message", [
-    ("", "expected a user's message"),
-    ("system", "expected a user's message"),
-    ("assistant", "message 0: expected system or developer or user"),
-    ("user system", "message 1: expected assistant"),
-    ("system user assistant assistant", "message 3: expected user"),
-    ("user assistant empty", "message 2: expected user or tool with a text"),
-    ("user parts", "message 1: expected assistant with a text"),
-    ("field", "message 0: expected system or developer or user with a text"),
-    ("mark", "holds U.FDD2, which is not a character"),
-])  # fmt: skip
-def test_wrong_conversations_are_refused(roles, message):
-    wrong = {
-        "empty": {"role": "user", "content": " \n"},
-        "parts": {"role": "assistant", "content": [{"type": "text"}]},
-        "field": {"role": "user", "content": "", "id": 5},
-        "mark": {"role": "user", "content": "hi \ufdd2there\ufdd3"},
-    }
-    messages = [wrong.get(role, {"role": role, "content": "x"}) for role in roles.split()]
-    with pytest.raises(UserError, match=message):
-        render_chat(T.ByteTokenizer(), messages, chat_template(T.ByteTokenizer(), "llama"))
 
 
 @pytest.mark.parametrize("kind, model", [

@@ -667,7 +667,8 @@ def _train_tokenizer(sources, encoder, out, vocab_size):
     train_tokenizer(itertools.chain(first, texts), vocab_size, out)
     tokenizer = load_tokenizer(str(out))
     ratio = size / sum(len(tokenizer.encode(text)) for text in first)
-    print(f"{out}: {tokenizer.vocab_size} ids, {ratio:.2f} bytes per token")
+    unused = sum(name.startswith("<|reserved_") for name in tokenizer.control)
+    print(f"{out}: {tokenizer.vocab_size} ids, {unused} of them unused; {ratio:.2f} bytes per token")
     print(f"Use it: --tokenizer {out} --vocab_size {tokenizer.vocab_size}")
 
 

@@ -222,15 +222,12 @@ def _read_tokenizer(source: Path) -> Tokenizer:
         settings |= {key: value for key, value in read.items() if value not in (None, [], {})}
     for tokens in (settings.get(key, []) for key in SPECIAL_LISTS):
         listed += map(_text_of, tokens.values() if isinstance(tokens, dict) else tokens)
-    names = {key: _text_of(token) for key, token in settings.items() if key.endswith("_token")}
-    names = {key: text for key, text in names.items() if isinstance(text, str)}
+    names = {key: _text_of(token) for key, token in settings.items() if key.endswith("_token") and token is not True}
     added, special = [*settings.get("added_tokens_decoder", {}).values()], [*names.values(), *listed]
     is_json = data.lstrip().startswith(b"{")
     tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added, special)
     if absent := {*listed, *map(_text_of, added)} - tokenizer.vocab.keys():
-        raise UserError(
-            f"{source.name} lacks {', '.join(sorted(absent))}, which tokenizer_config.json names: {CONVERT}"
-        )
+        raise UserError(f"{source.name} lacks {', '.join(sorted(absent))}, which the settings name: {CONVERT}")
     strips = {t["content"]: [WHITE_SPACE * t.get(end, False) for end in ("lstrip", "rstrip")] for t in tokenizer.flags}
     tokenizer.strips = {text: ends for text, ends in strips.items() if any(ends)}
     unknown = names.get("unk_token"), "<unk>", "[UNK]"
@@ -240,8 +237,7 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
     tokenizer.templates = templates = _read_templates(folder, settings.get("chat_template", {}))
     if templates:
-        problem = f"the folder has the templates {', '.join(templates)}, but none is called default"
-        tokenizer.chat_template = templates.get("default", f"{{{{ raise_exception({problem!r}) }}}}")
+        tokenizer.chat_template = templates.get("default", "{{ raise_exception('none of its names is default') }}")
     identity = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
     traits = [tokenizer.strips, tokenizer.is_llama, tokenizer.legacy]
     identity += traits if traits != [{}, False, True] else []
@@ -269,11 +265,6 @@ def _text_of(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-# Llama 3's: words with the space or sign before them, up to three digits, signs, ends of lines, spaces.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # BOS, EOS, and those of our template for Llama 3.
 RESERVED = (
     "<|begin_of_text|>",
@@ -285,20 +276,14 @@ RESERVED = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> None:
-    """Writes a byte-level BPE, with up to vocab_size ids and further reserved ones for a multiple of 64, into a folder
-    that --tokenizer and transformers read. The tokenizers library counts the words of the texts, and does not keep
-    them."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
-    from tokenizers import Tokenizer as Backend
+    """Writes a byte-level BPE with GPT-2's split into a folder that --tokenizer and transformers read. Reserved ids
+    fill it up to vocab_size, rounded up to a multiple of 64. The library keeps the words of the texts only once."""
+    from tokenizers import ByteLevelBPETokenizer, processors
 
-    backend, byte_level = Backend(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
-    backend.decoder = decoders.ByteLevel()
-    how = {"initial_alphabet": byte_level.alphabet(), "show_progress": sys.stderr.isatty()}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*RESERVED], **how)
-    backend.train_from_iterator(texts, trainer)
-    backend.add_special_tokens([f"<|reserved_{i}|>" for i in range(-backend.get_vocab_size() % 64)])
-    bos, eos = RESERVED[:2]
+    backend, (bos, eos, *_) = ByteLevelBPETokenizer(), RESERVED
+    backend.train_from_iterator(texts, vocab_size, special_tokens=[*RESERVED], show_progress=sys.stderr.isatty())
+    missing = -(-vocab_size // 64) * 64 - backend.get_vocab_size()
+    backend.add_special_tokens([f"<|reserved_{i}|>" for i in range(missing)])
     backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, 0)])
     make_folder(folder, "--out")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
@@ -313,9 +298,7 @@ def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int])
         names.setdefault(key, next((name for name in usual if name in control), None))
     bos, eos = names["bos_token"], names["eos_token"]
     if not {bos, eos} <= control.keys():
-        raise UserError(
-            f"BOS {bos!r} or EOS {eos!r} is not a control token: name them in its folder's tokenizer_config.json"
-        )
+        raise UserError(f"BOS {bos!r} or EOS {eos!r} is no control token: name them in tokenizer_config.json")
     tokenizer.names, tokenizer.bos_id, tokenizer.eos_id = names, control[bos], control[eos]
     tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
     tokenizer.stop_ids = {control[name] for name in (bos, eos, *STOP_NAMES) if name in control}.union(tokenizer.eos_ids)
