@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +37,7 @@ from lib import lora, machine
 from lib.machine import GPUS, Gpu
 from lib.ranks import Ranks
 from memory import GIB, Cluster, checkpoint_bytes, elements, memory, micro_batches, state, trace
-from optim import DTYPES, matrices
+from optim import DTYPES
 from shard import mesh_shape
 
 log = logging.getLogger("flatland")
@@ -79,21 +78,11 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     transfers = _transfers(config, cluster)
     parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
     parts["exchanges within rows"] = _exchanges(config, cluster)
-    if config.optimizer == "muon":
-        parts["Newton-Schulz"] = newton_schulz_flops(config) / cluster.ranks / peak
+    if config.optimizer == "muon":  # five iterations of 4 to 6 FLOPs per element and row (optim.orthogonalize)
+        parts["Newton-Schulz"] = 5 * 5 * shape.dim * sum(elements(config, 1)) / cluster.ranks / peak
     held = state(config, mesh_shape(config.shard_size, cluster.ranks)[1])
     traffic = 3 * held["gradients"] + 2 * held["optimizer state"]  # gradients are read; the rest is read and written
     return parts | {"update": traffic / (HOST_BANDWIDTH / cluster.gpus if config.offload == "cpu" else gpu.bandwidth)}
-
-
-def newton_schulz_flops(config: Config) -> int:
-    """FLOPs of a step of Muon: five iterations, each with three matrix products (optim.orthogonalize)."""
-    flops = 0
-    for p, rows in matrices(lora.meta_model(replace(config, n_layers=1))).items():
-        for height in rows:
-            m, n = sorted((height, p.shape[-1]))
-            flops += math.prod(p.shape[:-2]) * 5 * (4 * m * m * n + 2 * m**3)
-    return flops * config.model_config.n_layers
 
 
 def _exchanges(config: Config, cluster: Cluster) -> float:
@@ -267,45 +256,35 @@ def summary(plan: Plan) -> str:
 
 def advice(argv: list[str], plan: Plan) -> str:
     """The flags that lower the memory where it is lacking, in the order of their cost in speed, with the GiB that each
-    saves alone; and the cheapest combination that fits."""
+    saves alone; and the combination that fits whose most expensive flags are the cheapest."""
     (place, room), *_ = plan.lacking().items()
 
-    def attempt(flags: list[str]) -> Plan | None:
+    def attempt(*flags: str) -> Plan | None:
         words = " ".join([*flags, f"--batch_tokens {plan.config.batch_tokens}"]).split()
         with contextlib.suppress(UserError):  # of flags that exclude each other
             return predict(*parse([*argv, *words]))
 
-    flags, saved = [*LOWER_MEMORY, f"--context_parallel {plan.cluster.gpus}"], {}
-    for flag in flags:
-        if alone := attempt([flag]):
-            saved[flag] = plan.needs(place) - alone.needs(place)
-    listed = "; ".join(f"{flag} ({size:,.1f} GiB)" for flag, size in saved.items() if size >= 0.1)
-    chosen, best = _cheapest(attempt, flags)
-    verdict = "No combination fits" if best.lacking() else "The cheapest combination that fits"
-    more = ["a smaller model lowers it too", "more machines and a smaller model lower it too"][plan.cluster.nodes > 1]
-    return (
-        f"What lowers it on each {place}, the cheapest in speed first, and by how much alone: {listed}; {more}\n"
-        f"{verdict}: `{' '.join(chosen)}` needs {best.needs(place):,.1f} of {room:,.1f} GiB"
-    )
-
-
-def _cheapest(attempt: Callable[[list[str]], Plan | None], flags: list[str]) -> tuple[list[str], Plan]:
-    """The combination of flags, sorted by their cost, that fits and whose most expensive flag is the cheapest; or the
-    last one that was tried, if none fits. -> (the flags, their plan)"""
-    chosen = []
-    for flag in flags:
-        for others in (chosen, chosen[:-1]):  # --offload cpu excludes --quantize nf4
-            if plan := attempt([*others, flag]):
-                chosen, best = [*others, flag], plan
-                break
+    saved, chosen, best = [], [], plan
+    for flag in (*LOWER_MEMORY, f"--context_parallel {plan.cluster.gpus}"):
+        alone = attempt(flag) or plan
+        saved.append((plan.needs(place) - alone.needs(place), flag))
         if not best.lacking():
-            break
+            continue
+        for others in (chosen, chosen[:-1]):  # --offload cpu excludes --quantize nf4
+            if together := attempt(*others, flag):
+                chosen, best = [*others, flag], together
+                break
     for flag in reversed(chosen):  # the most expensive first: is it needed?
         fewer = [other for other in chosen if other != flag]
-        plan = attempt(fewer)
-        if plan and not plan.lacking():
-            chosen, best = fewer, plan
-    return chosen, best
+        without = attempt(*fewer)
+        if without and not without.lacking():
+            chosen, best = fewer, without
+    listed = "; ".join(f"{flag} ({size:,.1f} GiB)" for size, flag in saved if size >= 0.1)
+    verdict = "No combination fits" if best.lacking() else "The cheapest combination that fits"
+    return (
+        f"What lowers it on each {place}, the cheapest in speed first, and by how much alone: {listed}\n"
+        f"{verdict}: `{' '.join(chosen)}` needs {best.needs(place):,.1f} of {room:,.1f} GiB"
+    )
 
 
 # ---- the command
