@@ -91,21 +91,19 @@ class ModelConfig:
         for field in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", *experts):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} does not divide by n_kv_heads {self.n_kv_heads}")
-        if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
-            raise ValueError(f"dim {self.dim} does not divide by n_heads {self.n_heads}")
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
-        if self.top_k > self.n_experts:
-            raise ValueError(f"top_k is {self.top_k}, but there are {self.n_experts} experts")
         qkv_dim = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
         width = max(self.vocab_size, self.max_seq_len, 2 * self.ffn_dim, qkv_dim)
-        if width * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000:
-            raise ValueError(
-                f"no machine holds it: {self.n_layers} layers, {self.n_experts} experts, matrices of {width} x"
-                f" {self.dim}"
-            )
+        huge = width * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000
+        derived, rotates = self.head_dim == self.dim // self.n_heads, self.positions == "rope"
+        for wrong, message in (
+            (self.n_heads % self.n_kv_heads, f"n_heads {self.n_heads} does not divide by n_kv_heads {self.n_kv_heads}"),
+            (derived and self.dim % self.n_heads, f"dim {self.dim} does not divide by n_heads {self.n_heads}"),
+            (rotates and self.head_dim % 2, f"rotary positions need an even head_dim, not {self.head_dim}"),
+            (self.top_k > self.n_experts, f"top_k is {self.top_k}, but there are {self.n_experts} experts"),
+            (huge, f"no machine holds it: {self.n_layers} layers, matrices of {width} x {self.dim}"),
+        ):
+            if wrong:
+                raise ValueError(message)
         self._shorten_kinds()
 
     def _shorten_kinds(self) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import checkpoint
 from config import parse_args
 from data import make_loader
-from lib import machine, settle
+from lib import machine
 from lib.errors import exit_status
 from lib.weights import load_model
 from test_shard import ROOT, run_code, run_ranks
@@ -290,12 +290,6 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
         assert exit_status(train_main, words) == 2
         said = capsys.readouterr().err
         assert said.count("error: ") == 1 and message in said and "Traceback" not in said
-
-
-def test_a_full_disk_is_named_by_the_check(tmp_path, text, capsys, monkeypatch):
-    monkeypatch.setattr(settle, "free_space", lambda path: (4096, tmp_path))
-    assert exit_status(train_main, [*FAST, "--data", text, "--out", str(tmp_path / "run"), "--check"]) == 1
-    assert f"the disk of {tmp_path} is full: free some space" in capsys.readouterr().err
 
 
 def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import torch
 import shard
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
 from lib import lora, machine
-from lib.errors import Failure, UserError, naming
+from lib.errors import UserError, naming
 from lib.families import dropout_note
-from lib.files import FULL, free_space, plural
+from lib.files import free_space, plural
 from lib.folders import open_adapter, open_weights
 from lib.hub import local_path
 from lib.machine import cpu_name
@@ -73,11 +73,9 @@ def _choose_compile(config: Config, device: torch.device) -> str:
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     """Refuses trackers, a batch or an output folder that the run could not use."""
-    free, existing = free_space(Path(config.out))
+    _, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
-    if free < FULL:
-        raise Failure(f"--out {config.out}: the disk of {existing} is full: free some space, then run it again")
     refuse_unusable(config.track)
     if not resumes:
         check_batch(config, world_size)
@@ -119,14 +117,11 @@ def imagine_ranks() -> Ranks:
 
 
 def say_finished(config: Config, step: int) -> None:
-    hf = Path(config.out) / "hf"
-    weights = f"  its weights:   {hf}, a Hugging Face folder, for transformers and others\n" * hf.exists()
+    out = shlex.quote(config.out)
     print(
-        f"{config.out} is finished: {step} of {plural(config.steps, 'step')} done.\n"
-        f"{weights}"
-        f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
-        f"  continue:      the same command with --steps {2 * step}\n"
-        f"  start afresh:  the same command with --out {shlex.quote(config.out + '-2')}"
+        f"{config.out} is finished: {step} of {plural(config.steps, 'step')} done, and {config.out}/hf has its weights."
+        f" For a sample: python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step},"
+        f" and starts afresh with --out {out}-2"
     )
 
 
