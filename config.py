@@ -61,7 +61,6 @@ class Config:
     n_heads: int = _flag(0, "attention heads")
     n_kv_heads: int = _flag(0, "key/value heads")
     ffn_dim: int = _flag(0, "feed-forward width")
-    router_aux_loss_coef: float = _flag(-1.0, "weight of the loss that balances experts; < 0 = the model's", least=-1)
     lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = train all weights")
     lora_alpha: float = _flag(0.0, "scale of the adapters x rank; 0 = 2 * rank")
     lora_targets: tuple = _flag(("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters, or all")
@@ -137,9 +136,6 @@ class Config:
         "FP8 products, scaled by tensor, or by row and column; gw_hp = weight gradients in bf16; 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
     )
-    fp8_grad_dtype: str = may_change_on_resume(
-        "auto", "FP8 format of gradients; auto = e5m2 with tensor, else e4m3", ("auto", "e5m2", "e4m3")
-    )
     fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes")
     fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj")
     shard_size: int = may_change_on_resume(0, "ranks that share one copy of the parameters; 0 = all, 1 = no sharding")
@@ -203,8 +199,6 @@ class Config:
                 row = read_config(folder)
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         changes = {name: value for name in sizes if (value := getattr(self, name))}
-        if self.router_aux_loss_coef >= 0:
-            changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
             changes["head_dim"] = 0
         if "n_heads" in changes and row.n_kv_heads == row.n_heads:
@@ -519,8 +513,6 @@ def check_values(c: Config) -> None:
         raise UserError(f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}")
     if c.delimiter >= model.vocab_size:
         raise UserError(f"--delimiter {c.delimiter}: the ids of {c.model} are below {model.vocab_size}")
-    if c.router_aux_loss_coef >= 0 and not model.n_experts:
-        raise UserError(f"--router_aux_loss_coef {c.router_aux_loss_coef}: {c.model} has no experts; remove the flag")
     if c.lora:
         from lib.lora import check_flags
 
@@ -572,7 +564,6 @@ NEEDS = {  # the flags without which a flag has no effect
     "quantize": ("lora",),
     "lora_weights": ("weights", "lora"),
     "lanes": ("stream",),
-    "fp8_grad_dtype": ("fp8",),
     "fp8_all_gather": ("fp8",),
     "fp8_skip": ("fp8",),
     "keep_every": ("save_every",),
@@ -597,8 +588,6 @@ CONFLICTS = (
     Conflict("--compile model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
     Conflict("--offload_activations", "--checkpointing none", "it offloads the block inputs of --checkpointing block"),
     Conflict("--fp8", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
-    Conflict("--fp8 row", "--fp8_grad_dtype e5m2", "its gradients are e4m3; e5m2 is for --fp8 tensor"),
-    Conflict("--fp8 row_gw_hp", "--fp8_grad_dtype e5m2", "its gradients are e4m3; e5m2 is for --fp8 tensor"),
     Conflict("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--decay_steps", "--schedule constant", "it has no decay; remove one"),

@@ -396,7 +396,6 @@ class Settings(Protocol):
     dtype: str
     compile: str
     fp8: str
-    fp8_grad_dtype: str
     fp8_all_gather: bool
     fp8_skip: tuple[str, ...]
 
@@ -427,10 +426,9 @@ def convert(model: nn.Module, config: Settings, device: torch.device) -> str:
     """Converts the model according to the flags -> a line about the layers. If every layer is too small to become
     faster, as in a model for tests, all are converted. Refuses names to skip that match no layer, and a model without
     any layer that can be converted."""
-    grad_dtype = "e5m2" if config.fp8_grad_dtype == "auto" else config.fp8_grad_dtype
     for small in (device.type == "cpu", True):
         try:
-            rows = convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small)
+            rows = convert_linears(model, config.fp8, skip=config.fp8_skip, small=small)
         except ValueError as e:
             raise UserError(f"--fp8_skip: {e}") from None
         if any(verdict == "fp8" for _, _, verdict in rows):

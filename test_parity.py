@@ -165,7 +165,7 @@ SHORT = [  # what few of the fuzzer's cells have; the first has the flags of rec
     # off by 2 %, and one element's is close to zero. AdamW in fp64 makes the same parameters of the cell's gradients.
     Cell(
         model="tiny-gpt2", dim=16, n_layers=2, n_heads=2, n_kv_heads=1, seq_len=16, micro_batch=1, dtype="bf16",
-        param_dtype="bf16", reduce_dtype="bf16", fp8="tensor", fp8_grad_dtype="e4m3", fp8_all_gather=True,
+        param_dtype="bf16", reduce_dtype="bf16", fp8="tensor", fp8_all_gather=True,
         offload_activations=True, checkpointing="block", attention="blocked", ranks=3, packed=True,
     ),
 ]  # fmt: skip
@@ -382,7 +382,7 @@ def _draw_formats_and_sizes(rng: random.Random) -> dict:
         for name in ("param_dtype", "state_dtype", "reduce_dtype"):
             out[name] = rng.choice(("fp32", "fp32", "bf16"))
         if rng.random() < 0.5:
-            out |= {"fp8": rng.choice(fp8.RECIPES), "fp8_grad_dtype": rng.choice(("auto", "e5m2", "e4m3"))}
+            out["fp8"] = rng.choice(fp8.RECIPES)
             out["fp8_all_gather"] = out["fp8"] == "tensor" and rng.random() < 0.5
     multiples, heads = "fp8" in out, rng.choice((1, 2, 3, 4, 6))  # multiples: of 16, as FP8 needs them
     return out | {

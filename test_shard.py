@@ -249,7 +249,6 @@ def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, dev
 @pytest.mark.parametrize("conflict, words, ranks", [(conflict, *case) for conflict, case in zip(CONFLICTS, [
     ("--compile model --offload cpu", 1), ("--compile model --offload_activations --checkpointing block", 1),
     ("--offload_activations --compile none", 1), ("--fp8 tensor --offload cpu --compile none", 2),
-    ("--fp8 row --fp8_grad_dtype e5m2", 1), ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
     ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
     ("--decay_steps 100 --schedule constant", 1),
     ("--quantize nf4 --lora 8 --ffn_dim 192 --fp8 tensor", 1),
