@@ -476,55 +476,68 @@ def _check_data(c: Config, trains: bool) -> None:
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
-    if trains and size > BYTES_UP_TO:
-        if not c.data and (as_bytes or not c.model.startswith("tiny-")):
-            raise UserError(
-                f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer;"
-                " `--tokenizer bytes` tries the built-in text"
-            )
-        if text and as_bytes:
-            raise UserError(
-                f"--model {c.model} has a vocabulary of {size}, but {text[0]} has no --tokenizer: name the model's"
-                " (`python download.py ORG/NAME --skip_model` fetches it), or bytes"
-            )
-    if c.sample_every and as_bytes and any(map(is_shards, c.data)):
-        raise UserError("--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0")
+    is_large, first = trains and size > BYTES_UP_TO, [*text, ""][0]
+    _refuse_first(
+        (
+            is_large and not c.data and (as_bytes or not c.model.startswith("tiny-")),
+            f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer;"
+            " `--tokenizer bytes` tries the built-in text",
+        ),
+        (
+            is_large and first and as_bytes,
+            f"--model {c.model} has a vocabulary of {size}, but {first} has no --tokenizer: name the model's"
+            " (`python download.py ORG/NAME --skip_model` fetches it), or bytes",
+        ),
+        (
+            c.sample_every and as_bytes and any(map(is_shards, c.data)),
+            "--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0",
+        ),
+    )
 
 
 def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
     from lib.text import text_fields
 
-    tunable, model = fields_that_resume("override"), c.model_config
-    if wrong := {*c.resume_override} - {*tunable}:
-        raise UserError(
-            f"--resume_override {min(wrong)}: expected {', '.join(tunable)}; other changes need a new --out"
-        )
-    if not c.out.isprintable():  # launch.sh and train.sbatch read it as a line
-        raise UserError(f"--out {c.out!r}: a run folder's name must be printable")
     text_fields(c.text_field, c.data + c.val_data)  # refuses names of no entry
-    if len(c.chat_fields) not in (0, 2, 3):
-        raise UserError(f"--chat_fields {','.join(c.chat_fields)}: expected two or three names")
-    if c.profile and c.steps < PROFILE_AFTER + c.profile:
-        raise UserError(f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}, not {c.steps}")
-    if c.min_lr > c.lr:
-        raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
-    if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
-        raise UserError(f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}")
-    if c.delimiter >= model.vocab_size:
-        raise UserError(f"--delimiter {c.delimiter}: the ids of {c.model} are below {model.vocab_size}")
     if c.lora:
         from lib.lora import check_flags
 
         check_flags(c)
-    if model.n_heads % c.context_parallel or c.seq_len % c.context_parallel or c.seq_len == c.context_parallel:
-        raise UserError(
-            f"--context_parallel {c.context_parallel} must divide the {model.n_heads} heads of {c.model} and, with two"
-            f" tokens or more for each rank, --seq_len {c.seq_len}"
-        )
+    tunable, model, parts = fields_that_resume("override"), c.model_config, c.context_parallel
+    fixed = {*c.resume_override} - {*tunable}
     positions = "dynamic" if "dynamic" in str(model.rope_scaling) else model.positions
-    if positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len:
-        raise UserError(f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} {positions} positions")
+    is_short = positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len
+    splits_rows = model.n_heads % parts == 0 and c.seq_len % parts == 0 and c.seq_len > parts
+    warm = PROFILE_AFTER + c.profile
+    _refuse_first(
+        (fixed, f"--resume_override {', '.join(fixed)}: expected {', '.join(tunable)}; others need a new --out"),
+        (not c.out.isprintable(), f"--out {c.out!r}: a run folder's name must be printable"),  # launchers read it
+        (len(c.chat_fields) not in (0, 2, 3), f"--chat_fields {','.join(c.chat_fields)}: expected two or three names"),
+        (c.profile and c.steps < warm, f"--profile {c.profile} needs --steps {warm}, not {c.steps}"),
+        (c.min_lr > c.lr, f"--min_lr {c.min_lr} is above --lr {c.lr}"),
+        (
+            not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len),
+            f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}",
+        ),
+        (
+            c.delimiter >= model.vocab_size,
+            f"--delimiter {c.delimiter}: the ids of {c.model} are below {model.vocab_size}",
+        ),
+        (
+            not splits_rows,
+            f"--context_parallel {parts} must divide the {model.n_heads} heads of {c.model} and, with two tokens or"
+            f" more for each rank, --seq_len {c.seq_len}",
+        ),
+        (is_short, f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} {positions} positions"),
+    )
+
+
+def _refuse_first(*rules: tuple[object, str]) -> None:
+    """UserError with the message of the first rule whose condition holds."""
+    for holds, message in rules:
+        if holds:
+            raise UserError(message)
 
 
 def row_groups(c: Config, world_size: int) -> int:
