@@ -67,9 +67,8 @@ GPUS = {
     "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.75, 0),
     "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
 }
-# Widths of the matrices whose product measures a device. The first product that takes LONG seconds counts, or the last.
-# A CPU without bf16 multiplies it a hundred times slower than fp32, so its widths begin small.
-WIDTHS, LONG = {"cuda": (2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}, 0.005
+# A matrix product of this many seconds, or of the largest width, measures a device.
+LONG, WIDEST = 0.005, 8192
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
@@ -111,11 +110,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
 
-    for n in WIDTHS[device.type]:
+    n, time = 128, 0.0  # a CPU without bf16 multiplies it a hundred times slower than fp32
+    while time < LONG and n < WIDEST:
+        n *= 2
         a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
         time = min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))  # noqa: B023
-        if time >= LONG:
-            break
     flops = 2 * n**3 / time
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
