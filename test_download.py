@@ -409,6 +409,13 @@ def test_no_value_of_a_field_of_an_answer_ends_in_a_traceback(hub, tmp_path, cap
     assert not [*tmp_path.glob("x*")] and not [*tmp_path.parent.glob("x*")]
 
 
+@pytest.mark.parametrize("size", ODD)
+def test_a_size_of_data_that_is_no_number_is_refused(hub, size):
+    hub.odd = "tree", "size", size
+    with pytest.raises(UserError, match="size in the listing") if size else contextlib.nullcontext():
+        find_files("hf://datasets/org/data/en/*val*", "--data")
+
+
 @pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
 def test_programming_errors_pass(kind):
     with pytest.raises(kind), hub_errors("org/model"):

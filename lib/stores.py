@@ -44,7 +44,10 @@ def list_files(spec: str, flag: str) -> tuple[object, list[dict]]:
             path = Path(glob.escape(str(folder)), path.relative_to(folder))
         return None, _list(LocalFileSystem(), str(path))
     store, path = _open_hub(spec, flag) if spec.startswith("hf://") else _open_store(spec, flag)
-    return store, [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
+    entries = [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
+    if odd := [entry for entry in entries if not isinstance(entry["size"] or 0, int)]:
+        raise UserError(f"{flag} {odd[0]['name']}: its size in the listing is {odd[0]['size']!r}")
+    return store, entries
 
 
 def _list(store, path):
