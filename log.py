@@ -179,8 +179,8 @@ class Log:
         logger.info("\n".join(lines))
 
     def sum_details(self, parts: list[tuple]) -> None:
-        """Adds a step's losses by source and router statistics to the sums for the next record, on the device. parts:
-        (Batch, model.Details) of each micro-batch."""
+        """Adds a step's losses by source, of trained tokens, and router statistics, of used places, to the sums for the
+        next record, on the device. parts: (Batch, model.Details) of each micro-batch."""
         for batch, details in parts:
             if batch.sources is not None:
                 tokens = (batch.targets != IGNORE).sum(1)
@@ -190,7 +190,8 @@ class Log:
                 self.router_sums = self.router_sums + details.router_sums
 
     def _speed(self, step: int) -> dict[str, float]:
-        """Averages since the last record."""
+        """Averages since the last record. Tokens, speed and MFU count whole rows, because unused places and tokens
+        without a target are computed as well."""
         now = step, self.clock.seconds("data", "compile", "steps"), self.clock.seconds("data")
         steps, seconds, data_seconds = (after - before for after, before in zip(now, self.last, strict=True))
         self.last = now

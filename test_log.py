@@ -177,20 +177,22 @@ def test_records(tmp_path, passes, monkeypatch):
 
 
 def test_losses_by_source_and_shares_of_experts(tmp_path, passes):
-    """Two micro-batches of 12 and 4 trained tokens of source a, and 8 of b. Two layers have four experts; the first
-    layer does not use the last expert. Each record has only its own steps."""
+    """Two micro-batches of 12 and 1 trained tokens of source a, and 2 of b: rows that are mostly unused, which count
+    as whole rows in the speed and by trained tokens in the losses. Two layers have four experts; the first layer does
+    not use the last expert. Each record has only its own steps."""
     run = make_log(tmp_path, sources=["a", "b", "unused"])
-    batch = SimpleNamespace(targets=torch.tensor([[1] * 12, [1] * 4 + [-100] * 8, [1] * 8 + [-100] * 4]))
+    batch = SimpleNamespace(targets=torch.tensor([[1] * 12, [1] + [-100] * 11, [1] * 2 + [-100] * 10]))
     batch.sources = torch.tensor([0, 0, 1])
     routers = torch.tensor([[8.0, 8, 8, 0], [2, 2, 2, 18], [12 * 1.5] * 4, [12] * 4])  # model.Details
-    details = SimpleNamespace(row_losses=torch.tensor([24.0, 16.0, 4.0]), router_sums=routers)
+    details = SimpleNamespace(row_losses=torch.tensor([24.0, 2.0, 4.0]), router_sums=routers)
     for step in (1, 2):
         passes(1.0)
         run.sum_details([(batch, details), (batch, details)])
         record(run, step)
+    assert [row["tok_per_s"] for row in metrics(tmp_path)] == [TOKENS] * 2
     first, second = ({k: v for k, v in row.items() if k not in KEYS} for row in metrics(tmp_path))
     shares = {f"expert_load_{e}": (4 / 3 + 1 / 3) / 2 for e in range(3)} | {"expert_load_3": 1.5}
-    assert first == second == pytest.approx({"loss_a": 40 / 16, "loss_b": 4 / 8, "router_aux_loss": 1.5} | shares)
+    assert first == second == pytest.approx({"loss_a": 26 / 13, "loss_b": 4 / 2, "router_aux_loss": 1.5} | shares)
 
 
 def test_resume_removes_later_records(tmp_path, passes):

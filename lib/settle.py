@@ -120,8 +120,8 @@ def say_finished(config: Config, step: int) -> None:
     out = shlex.quote(config.out)
     print(
         f"{config.out} is finished: {step} of {plural(config.steps, 'step')} done, and {config.out}/hf has its weights."
-        f" For a sample: python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step},"
-        f" and starts afresh with --out {out}-2"
+        f" For a sample: python generate.py --run {out} --prompt 'The'. The same command continues with"
+        f" --steps {2 * step}, and starts afresh with --out {out}-2"
     )
 
 
