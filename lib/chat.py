@@ -400,16 +400,17 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     begin = len(text[:words_begin].rstrip(" "))
     token = max(control.finditer(prompt), key=re.Match.start, default=None)
-    header_begin = text.rfind(token[0], last_end, words_begin) if token else -1
+    # The token may be the one that ends the answer before.
+    header_begin = text.rfind(token[0], max(last_end - len(token[0]), 0), words_begin) if token else -1
     if header_begin >= 0:
         header, before = prompt[token.start() :], text[header_begin:words_begin]
         pieces = re.finditer(rf"{control.pattern}|\s+|\S+?(?={control.pattern}|\s|$)", header)
         shared = max(piece.end() for piece in pieces if before.startswith(header[: piece.end()]))
         if shared == len(header):
             begin = header_begin + shared
-        elif before[shared:].strip():  # such as </think>: but without a prompt of its own, the header is the question
+        elif before[shared:].strip():  # such as </think>, unless it is another question that differs
             question = render(messages[:k])
-            if prompt.startswith(question) and token.start() >= len(question):
+            if prompt.startswith(question) and token.start() + shared >= len(question):
                 begin = header_begin + shared
     return min(begin, end), end
 

@@ -48,6 +48,9 @@ or m.reasoning_content) %}{{- '<think>\n' + (m.reasoning_content or '') + '\n</t
 {%- set thought = m.reasoning_content + '\n' if m.reasoning_content and loop.index0 > ns.last else '' %}
 {{- '<think>\n' if thought else '<think>' }}{%- generation %}{{- thought + '</think>' + m.content }}""") + CALLS
 + TAIL.replace(r"assistant\n", r"assistant\n<think>\n"),
+    "words": r"""{{- bos_token }}{%- for m in messages %}{%- if m.role != 'assistant' %}{{- 'U: ' + m.content + '\n' }}
+{%- else %}{{- 'A: <think>' }}{%- generation %}{{- '</think>' + m.content + eos_token }}{%- endgeneration %}
+{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- 'A: <think>\n' }}{%- endif %}""",
     "cuts": HEAD + r"{{- m.content.split('[/THINK]')[-1].replace('\t', '') }}" + TAIL,
     # gpt-oss: control tokens within an answer, and another end of the last one.
     "channels": r"""{%- for m in messages %}{{- '<|im_start|>' + m.role }}{%- if m.role == 'assistant' %}
@@ -377,6 +380,7 @@ CUT, CHANGED = "leaves out text of an earlier answer: it is not", "changes or le
 
 
 @pytest.mark.parametrize("template, messages, marked, notes", [
+    ("words", [ASK, ANSWER] * 2, "<|begin_of_text|>" + "U: Why?A: <think>[[</think>So.<|end_of_text|>]]" * 2, []),
     ("reasons", [ASK, THINKS, ASK, THINKS],
      "«userWhy?»«assistantSo.»«userWhy?»«assistant[[<think>hm</think>So.»]]", [CUT]),
     ("cuts", [ASK, ANSWER | {"content": "a[/THINK]b"}, ASK, ANSWER], "«userWhy?»«assistantb»" + ONCE, [CUT]),
