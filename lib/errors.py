@@ -110,12 +110,12 @@ def describe_error(error: Exception) -> tuple[int, str]:
     return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
 
 
-def write_error(kind: str, message: str, order: int, step: int = 0) -> None:
+def write_error(state: str, message: str, order: int, step: int = 0) -> None:
     """Writes error.json into the log folder that torchrun has made for this rank, if there is one. launch/node.py shows
-    the launcher these files; torchrun reads `message` and `timestamp`. kind: user, failure, hang or stopped. order:
-    this end's number among the ends of the job's ranks."""
+    the launcher these files; torchrun reads `message` and `timestamp`. state: error (the user's), failed or stopped.
+    order: this end's number among the ends of the job's ranks."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        error = dict(kind=kind, message=message, order=order, step=step, rank=os.environ.get("RANK"))
+        error = dict(state=state, message=message, order=order, step=step, rank=os.environ.get("RANK"))
         error |= {"host": platform.node(), "timestamp": int(time.time())}
         with contextlib.suppress(OSError):  # the disk is full
             Path(path).write_text(json.dumps(error))
@@ -146,7 +146,7 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
         status, message = describe_error(error)
         # Outside of a run, a RuntimeError is torch's, about another rank.
         order = FOLLOWED if isinstance(error, RuntimeError) else 0
-    write_error("user" if status == 2 else "failure", message, order)
+    write_error("error" if status == 2 else "failed", message, order)
     if status == 1 or os.environ.get("RANK", "0") == "0":
         say_error(message)
     return status

@@ -229,7 +229,7 @@ class Run:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
         if isinstance(error, Exception):
             self.exit_code, message = describe_error(error)
-            self.report("user" if self.exit_code == 2 else "failure", message)
+            self.report("error" if self.exit_code == 2 else "failed", message)
         elif error is None:
             self.exit_code = 0
         self.watchdog.ended = True
@@ -240,26 +240,25 @@ class Run:
             self.lock.release()
         return isinstance(error, Exception)
 
-    def report(self, kind: str, message: str) -> None:
-        """Tells that this rank ends; kind: as in write_error."""
+    def report(self, state: str, message: str) -> None:
+        """Tells that this rank ends. state: error, failed or stopped, as in status.json."""
         number, first = FOLLOWED, None
         with contextlib.suppress(RuntimeError):  # the store is gone with its machine
             number = self.store.add("flatland/ends", 1)
             if number == 1:
-                self.store.set("flatland/end", json.dumps([kind, message]))
+                self.store.set("flatland/end", json.dumps([state, message]))
             first = json.loads(self.store.get("flatland/end"))
-        write_error(kind, message, FOLLOWED if kind == "stopped" else number, self.clock.step)
-        if number == 1 or first != [kind, message]:
-            say_error(message, "error: " * (kind != "stopped"))
+        write_error(state, message, FOLLOWED if state == "stopped" else number, self.clock.step)
+        if number == 1 or first != [state, message]:
+            say_error(message, "error: " * (state != "stopped"))
         if self.ranks.rank == 0 and self.began and not self.ended:
-            first_kind, message = first or (kind, message)
-            state = {"user": "error", "stopped": "stopped"}.get(first_kind, "failed")
+            first_state, message = first or (state, message)
             with contextlib.suppress(OSError):  # the disk is full, or the folder is gone
-                self.write_status(state, self.clock.step, message)
+                self.write_status(first_state, self.clock.step, message)
                 start_logging(self.folder, on_screen=False)  # there it is `error: ...`
                 logger.error(message)
-        if self.ranks.world_size > 1 and kind != "stopped":
-            time.sleep(2)  # torchrun ends all ranks when one exits: the others report, too
+        if self.ranks.world_size > 1 and state != "stopped":
+            time.sleep(2)  # torchrun ends all ranks when one exits: the others also have to report
 
 
 # ---- signals, and ranks that hang
@@ -300,7 +299,7 @@ class Watchdog:
             if lost := self.run.lock and self.run.lock.compromise:
                 self.run.ended = True  # status.json may be another job's by now
                 what = f"the lock is lost, perhaps to another job ({lost.reason})"
-                self._end("failure", f"--out {self.run.folder}: {what}")
+                self._end("failed", f"--out {self.run.folder}: {what}")
             with contextlib.suppress(RuntimeError):  # the store is gone with its machine
                 self._beat()
             self._check_progress()
@@ -349,7 +348,7 @@ class Watchdog:
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         what = f"After step {self.clock.step}: no step has ended for {waited:.0f} s, in phase {phase!r}"
         what += f" (limit {limit} s; --timeout {self.run.config.timeout})"
-        self._end("hang", "; ".join([what, *behind]))
+        self._end("failed", "; ".join([what, *behind]))
 
     def _ask_all(self) -> tuple[float, list[str]]:
         """-> (seconds since any rank made progress; descriptions of the ranks whose reports do not change within three
@@ -369,9 +368,9 @@ class Watchdog:
         behind = [text for position, text in zip(positions, texts, strict=True) if position == first < last]
         return min(idle), [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent] or behind
 
-    def _end(self, kind: str, what: str, code: int = 1) -> None:
+    def _end(self, state: str, what: str, code: int = 1) -> None:
         """Ends this process with the status `code`."""
-        self.run.report(kind, f"{self.ranks.name}: {what}")
+        self.run.report(state, f"{self.ranks.name}: {what}")
         os._exit(code)
 
 
