@@ -213,7 +213,7 @@ class Supervisor:
         state, message = status.get("state"), status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (stopped or error["order"] >= SILENT)):
             return state, message
-        if state == "starting" and error.get("state") == "error":
+        if state == "starting" and error.get("kind") == "error":
             return "error", error["message"]
         if stopped and (state == "starting" or read(self.out / "logs/stop")):
             return "stopped", "without saving"

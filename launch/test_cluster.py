@@ -97,7 +97,7 @@ def test_the_errors_of_a_host(tmp_path, monkeypatch, status):
         (folder / "stderr.log").write_text(f"the end of {rank}")
         late = 60 * (rank == len(CODES) + 1)  # torchrun kills what does not end
         failures[rank] = SimpleNamespace(local_rank=rank, exitcode=code, timestamp=100 + late)
-    own = {"order": 7, "state": "error", "message": "m"}
+    own = {"order": 7, "kind": "error", "message": "m"}
     node.write_json(logs / "y/attempt_0/0/error.json", own)
 
     def fail(words):
@@ -127,7 +127,7 @@ KILLED = end(node.KILLED, "rank 1 on b was killed")
 GONE = end(node.KILLED, "everything on b was gone")
 FINE, SILENT = {}, {"silent": "no answer in 20 s"}
 SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
-MISTAKE = end(0, "no GPU", state="error")
+MISTAKE = end(0, "no GPU", kind="error")
 STOP, NOW = " ", "now"
 JUDGEMENTS = {
     # state in status.json, request to stop, last answers of hosts a and b -> state, words of the message

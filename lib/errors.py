@@ -115,7 +115,7 @@ def write_error(state: str, message: str, order: int, step: int = 0) -> None:
     the launcher these files; torchrun reads `message` and `timestamp`. state: error (the user's), failed or stopped.
     order: this end's number among the ends of the job's ranks."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        error = dict(state=state, message=message, order=order, step=step, rank=os.environ.get("RANK"))
+        error = dict(kind=state, message=message, order=order, step=step, rank=os.environ.get("RANK"))
         error |= {"host": platform.node(), "timestamp": int(time.time())}
         with contextlib.suppress(OSError):  # the disk is full
             Path(path).write_text(json.dumps(error))

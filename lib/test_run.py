@@ -242,4 +242,4 @@ def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_jso
     assert capsys.readouterr() == ("", f"error: {message}\nerror: a connection was reset\n")
     errors = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
     assert [error["order"] for error in errors] == [3, 1, 2]
-    assert (errors[1]["rank"], errors[1]["state"], errors[1]["message"]) == ("1", "error", message)
+    assert (errors[1]["rank"], errors[1]["kind"], errors[1]["message"]) == ("1", "error", message)
