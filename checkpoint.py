@@ -73,7 +73,7 @@ from data import Loader
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
+from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_every_rank, on_first_rank
 from lib.rows import merge_positions
 from lib.run import ANSWER, Run
 from lib.weights import export_trained
@@ -412,14 +412,13 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
             return str(e) or repr(e)
         return ""
 
-    faults = collect(examine, ranks)
-    return on_first_rank(lambda: next(filter(None, faults), ""), ranks)
+    return next(filter(None, gather(on_every_rank(examine, ranks), ranks)), "")
 
 
 def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
     """(step, whether it is intact, its fault or "") of each checkpoint of a run, oldest first."""
-    faults = {step_of(folder): fault_of(folder, checksums=checksums) for folder in folders(Path(run))}
-    return [(step, not fault, fault) for step, fault in faults.items()]
+    found = [(step_of(folder), fault_of(folder, checksums=checksums)) for folder in folders(Path(run))]
+    return [(step, not fault, fault) for step, fault in found]
 
 
 # ---- loading

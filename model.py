@@ -229,12 +229,6 @@ class Block(nn.Module):
 CHUNK_BYTES = 2**29
 
 
-def chunk_rows(tokens: int, limit: int) -> int:
-    """Rows of a chunk of the logits: all, or a power of two up to `limit`, but at least 128. Powers of two suit the
-    kernels, and divide most batches: chunks of one shape are compiled once."""
-    return tokens if tokens <= limit else 2 ** max(7, limit.bit_length() - 1)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     """Cross-entropy (fp32 [n], 0 for ignored targets) of logits [n, V] against targets [n]. grads: the gradient of its
     sum overwrites the logits. The compiled function needs no other memory of this size."""
@@ -290,7 +284,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w, V = padded(weight, x.dtype), len(weight)
         gradient_bytes = 4 * w.numel()
         chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 5 * gradient_bytes))
-        rows = chunk_rows(len(x), chunk_bytes // (w.shape[0] * w.itemsize))
+        rows = chunk_bytes // (w.shape[0] * w.itemsize)
+        # Powers of two suit the kernels, and divide most batches: chunks of one shape are compiled once.
+        rows = len(x) if len(x) <= rows else 2 ** max(7, rows.bit_length() - 1)
         needs_dw = grads and weight.requires_grad
         accumulates = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
         dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and accumulates else None

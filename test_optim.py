@@ -15,7 +15,7 @@ from lib.errors import Failure
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE
 from model import Transformer
-from optim import CHUNK, AdamW, Gradients, Optimizer, as_int32, learning_rate, make_optimizer, random_bits
+from optim import CHUNK, AdamW, Gradients, Optimizer, learning_rate, make_optimizer, random_bits
 from test_shard import run_ranks, skip_plots
 from test_train import values
 
@@ -167,7 +167,7 @@ def test_random_bits_are_uniform_and_their_own():
     """Bytes of 2^16 numbers, by chi-square; other keys, steps and positions give other numbers."""
 
     def bits(key=1, start=0, step=1):
-        return random_bits(2**16, as_int32(key, start), torch.tensor(float(step)))
+        return random_bits(2**16, (torch.tensor((key, start)) << 32 >> 32).int(), torch.tensor(float(step)))
 
     base = bits()
     for shift in (0, 8, 16, 24):
