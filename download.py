@@ -53,55 +53,43 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
 
 
 def download(args: argparse.Namespace, command: str) -> None:
-    """Downloads and verifies the files that the command line selects. --verify: only verifies the files that exist."""
-    from huggingface_hub import constants
+    """Downloads and verifies the files that the command line selects, and deletes those that are damaged twice.
+    --verify: only verifies the files that exist."""
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub.utils import WeakFileLock
 
     commit, files = list_files(args.repo, args.revision)
-    source = split_name(args.repo)
-    root = Path(constants.HF_HUB_CACHE) / f"{source['repo_type']}s--{source['repo_id'].replace('/', '--')}"
+    repo = split_name(args.repo)
+    root = Path(constants.HF_HUB_CACHE) / f"{repo['repo_type']}s--{repo['repo_id'].replace('/', '--')}"
     folder = root / "snapshots" / commit
     if args.out:
-        root = folder = source["local_dir"] = Path(args.out).expanduser()
+        root = folder = repo["local_dir"] = Path(args.out).expanduser()
         others = {*os.listdir(folder)} - {".cache"} if folder.exists() else ()
         if others and not sizes_of(args.repo, revision=commit, local_dir=folder):
             raise UserError(f"--out {folder} is not empty and holds no download of {commit}: name a new folder")
-    if not args.verify:
-        damaged = fetch(args, command, commit, files, root, folder, source)
-    elif folder.is_dir() and not (folder / UNFINISHED).exists():
+    mark = folder / UNFINISHED
+    if args.verify and (mark.exists() or not folder.is_dir()):
+        raise UserError(f"{args.revision} is {commit}, and no complete {folder} exists: name your commit as --revision")
+    if args.verify:
         damaged = find_damaged(folder, {name: files[name] for name in files if os.path.lexists(folder / name)})
     else:
-        raise UserError(f"{args.revision} is {commit}, and no complete {folder} exists: name your commit as --revision")
+        patterns, selected = select(args, repo["repo_type"], files)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(f"{mark}.lock"):  # the library would download a file twice into --out
+            mark.write_text(command)
+            snapshot_download(revision=args.revision, **patterns, **repo)
+            damaged = find_damaged(folder, selected)
+            for name in damaged:
+                hf_hub_download(filename=name, revision=commit, force_download=True, **repo)
+            damaged = find_damaged(folder, {name: files[name] for name in damaged})
+            for path in ((folder / name).resolve() for name in damaged):
+                if path.is_relative_to(root.resolve()):  # else a link led there
+                    path.unlink(missing_ok=True)
+            if not damaged:
+                mark.unlink()
     if damaged:
         raise Failure(f"{plural(len(damaged), 'file')} missing or damaged in {folder} ({damaged[0]} ...): try again")
     print(f"Done: verified, in {folder}\nRevision {commit}")
-
-
-def fetch(args, command, commit, files, root, folder, source) -> list[str]:
-    """Downloads the files that the command line selects, and deletes those that are damaged twice -> their names"""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.utils import WeakFileLock, filter_repo_objects
-
-    patterns = choose_patterns(args, source["repo_type"], [*files])
-    selected = {name: files[name] for name in filter_repo_objects(files, **patterns)}
-    if not selected:
-        raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
-    size = amount(sum(size for size, _ in selected.values()))
-    print(f"{args.repo}@{args.revision}: {plural(len(selected), 'file')}, {size}", flush=True)
-    mark = folder / UNFINISHED
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(f"{mark}.lock"):  # the library would download a file twice into --out
-        mark.write_text(command)
-        snapshot_download(revision=args.revision, **patterns, **source)
-        damaged = find_damaged(folder, selected)
-        for name in damaged:
-            hf_hub_download(filename=name, revision=commit, force_download=True, **source)
-        damaged = find_damaged(folder, {name: files[name] for name in damaged})
-        for path in ((folder / name).resolve() for name in damaged):
-            if path.is_relative_to(root.resolve()):  # else a link led there
-                path.unlink(missing_ok=True)
-        if not damaged:
-            mark.unlink()
-    return damaged
 
 
 def find_damaged(folder: Path, files: dict) -> list[str]:
@@ -117,8 +105,10 @@ def find_damaged(folder: Path, files: dict) -> list[str]:
     return [name for name in rows if not ((folder / name).is_file() and is_right(name))]
 
 
-def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> dict[str, list[str] | None]:
-    """huggingface_hub's arguments for the files to download (None: all) and the files to leave out."""
+def select(args: argparse.Namespace, kind: str, files: dict) -> tuple[dict[str, list[str] | None], dict]:
+    """-> (huggingface_hub's arguments for the files to download (None: all) and to leave out, the selected files)"""
+    from huggingface_hub.utils import filter_repo_objects
+
     allow, ignore = args.include or None, [".cache/*", *args.exclude]
     if args.skip_model:
         ignore += ["*.safetensors*", "*.bin", *PICKLES]
@@ -127,10 +117,16 @@ def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> di
     elif not allow:
         allow = CONFIGURATION + WEIGHTS
         ignore.append("*/*")
-        others = [name for name in names if name.endswith((".safetensors", ".bin", ".pth", ".pt"))]
+        others = [name for name in files if name.endswith((".safetensors", ".bin", ".pth", ".pt"))]
         if others and not (args.skip_model or any(fnmatch(name, known) for name in others for known in WEIGHTS)):
             raise UserError(f"{args.repo} has weights only as {others[0]}, which is not read: give --skip_model")
-    return {"allow_patterns": allow, "ignore_patterns": ignore}
+    patterns = {"allow_patterns": allow, "ignore_patterns": ignore}
+    selected = {name: files[name] for name in filter_repo_objects(files, **patterns)}
+    if not selected:
+        raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
+    size = amount(sum(size for size, _ in selected.values()))
+    print(f"{args.repo}@{args.revision}: {plural(len(selected), 'file')}, {size}", flush=True)
+    return patterns, selected
 
 
 FLAGS = {
