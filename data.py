@@ -271,16 +271,12 @@ class Loader:
                 row[ours] = row[ours] * n // ours.sum()  # spread evenly over the source's n rows
         return source, row
 
-    def _my_rows(self, count: int) -> np.ndarray:
-        """Which of a step's `count` rows are this rank's: row (m * row_groups + my_group) * micro_batch + i is row i
-        of micro-batch m. Where they do not divide, the last micro-batch reaches beyond `count`."""
-        starts = np.arange(0, count, self.micro_batch * self.row_groups) + self.my_group * self.micro_batch
-        return (starts[:, None] + np.arange(self.micro_batch)).ravel()
-
     def _micro_batches(self, source: np.ndarray, row: np.ndarray) -> list[Batch]:
-        """This rank's micro-batches of a step, whose rows are given for all ranks. Where the last one reaches beyond
-        the step, it is filled with rows that are not trained on."""
-        mine = self._my_rows(len(row))
+        """This rank's micro-batches of a step, whose rows are given for all ranks: row (m * row_groups + my_group) *
+        micro_batch + i is row i of micro-batch m. Where the last one reaches beyond the step, it is filled with rows
+        that are not trained on."""
+        starts = np.arange(0, len(row), self.micro_batch * self.row_groups) + self.my_group * self.micro_batch
+        mine = (starts[:, None] + np.arange(self.micro_batch)).ravel()
         real = mine < len(row)
         mine = np.where(real, mine, 0)
         source, row = source[mine], row[mine]
@@ -375,8 +371,9 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
 # ---- the command line
 
 
-def loader_at(run: Path, step: int) -> Loader:
-    """The loader of a run before a step. A stream is read from the newest checkpoint before it, or from the start."""
+def steps_of_run(run: Path, step: int) -> tuple[Loader, Iterator[list[Batch]]]:
+    """-> (the loader of a run, its steps from this one on). A stream is read from the newest checkpoint before it, or
+    from the start."""
     loader = make_loader(read_run(run))
     saved = [path for path in run.glob("checkpoints/step-*/manifest.json") if int(path.parent.name[5:]) < step]
     if saved:
@@ -387,15 +384,15 @@ def loader_at(run: Path, step: int) -> Loader:
     steps = iter(loader)
     while loader.samples < first:
         next(steps)
-    return loader
+    return loader, steps
 
 
-def show(loader: Loader, n: int, colour: bool) -> Iterator[str]:
-    """Up to n rows from the loader's position on as the model sees them, decoded, document by document. Trained tokens
+def show(loader: Loader, steps: Iterator[list[Batch]], n: int, colour: bool) -> Iterator[str]:
+    """Up to n rows of a loader's steps as the model sees them, decoded, document by document. Trained tokens
     are marked. The last line explains which conversations are held out for validation."""
     config, tokenizer = loader.config, load_tokenizer(loader.config.tokenizer)
     count = min(n, loader.epoch_rows or n)
-    rows = ((batch, i) for batches in loader for batch in batches for i in range(len(batch.tokens)))
+    rows = ((batch, i) for batches in steps for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
         out = [f"--- row {number}"]
@@ -427,8 +424,12 @@ def main(argv: list[str]) -> None:
     args, words = parser.parse_known_args(argv[1:])
     if bool(args.run) != bool(args.step) or args.run and words:
         raise UserError(f"show takes either --run RUN --step N, or the flags of train.py; not {' '.join(words)}")
-    loader = loader_at(args.run, args.step) if args.run else make_loader(parse_args(words))
-    for text in show(loader, args.n or (loader.step_rows if args.run else 3), sys.stdout.isatty()):
+    if args.run:
+        loader, steps = steps_of_run(args.run, args.step)
+    else:
+        loader = make_loader(parse_args(words))
+        steps = iter(loader)
+    for text in show(loader, steps, args.n or (loader.step_rows if args.run else 3), sys.stdout.isatty()):
         print(text, flush=True)
 
 

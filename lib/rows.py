@@ -90,10 +90,8 @@ def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]],
     weights = [w for _, w in parsed if w is not None]
     if not weights:
         return [tuple(entries)], [Fraction(1)]
-    if len(weights) < len(parsed):
-        raise UserError(f"{flag}: a weight for some entries only; give each one, as in A:0.7 B:0.3")
-    if min(weights) < 0 or not sum(weights):
-        raise UserError(f"{flag} {' '.join(entries)}: weights must not be negative, nor sum to nothing")
+    if len(weights) < len(parsed) or min(weights) < 0 or not sum(weights):
+        raise UserError(f"{flag} {' '.join(entries)}: give each entry a weight, none negative, as in A:0.7 B:0.3")
     return [(spec,) for spec, _ in parsed], weights
 
 
@@ -138,11 +136,6 @@ class Listing(NamedTuple):
     delimiter: int | None = None  # the id before a document, if the shards agree on one
     is_chat: bool = False
 
-    @property
-    def is_of_one_machine(self) -> bool:
-        """Whether the shards are in a cache, which each machine may have for itself."""
-        return not self.is_stream and any(file.store or file.kind != SHARD for file in self.files)
-
 
 class Catalog:
     """The listings of all sources, by the entries of --data and --val_data. Rank 0 finds and opens the files once, and
@@ -174,9 +167,11 @@ class Catalog:
     def accept(self, listings: dict[tuple[str, ...], Listing]) -> None:
         """Takes rank 0's listings. Text is tokenized on each machine that has its own cache."""
         for specs, theirs in listings.items():
-            ours = self._open(theirs) if theirs.is_of_one_machine else theirs
-            if ours.splits and [s.sha256 for s in ours.splits["train"]] != [s.sha256 for s in theirs.splits["train"]]:
-                raise UserError(f"{theirs.flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
+            ours, is_cached = theirs, any(file.store or file.kind != SHARD for file in theirs.files)
+            if is_cached and not theirs.is_stream:
+                ours = self._open(theirs)
+                if [s.sha256 for s in ours.splits["train"]] != [s.sha256 for s in theirs.splits["train"]]:
+                    raise UserError(f"{theirs.flag} {specs[0]} on {platform.node()} is not rank 0's: copy it again")
             self.listings[specs] = ours
 
     def _open(self, listing: Listing) -> Listing:
@@ -394,19 +389,16 @@ class Stream:
             self.workers.shutdown(cancel_futures=True)
             self.workers = None
 
-    def _files(self, lane, epoch):
-        """The files of a lane in the order of an epoch."""
-        files = self.files[lane % len(self.files) :: self.config.lanes]
-        return [files[i] for i in permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")]
-
     def _jobs(self, lane, start):
         """The rows of a lane from a Position, without end: ((epoch, file), name, rows)."""
         n, lanes = len(self.files), self.config.lanes
         nth, sharers = lane // n, len(range(lane % n, lanes, n))  # of the lanes that read the same file
         first_file, first_row = start.file, start.row
+        files = self.files[lane % n :: lanes]
         for epoch in itertools.count(start.epoch):
             has_rows = first_file or first_row
-            for k, file in enumerate(self._files(lane, epoch)[first_file:], first_file):
+            order = permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")
+            for k, file in enumerate([files[i] for i in order[first_file:]], first_file):
                 local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
                 rows = (row for row in local.rows(first_row - 1, 0) if (row.number - 1) % sharers == nth)
                 for group in text.group_rows(rows, LANE_BATCH):

@@ -370,13 +370,14 @@ def test_pack_is_first_fit(monkeypatch):
     assert filled.max() <= 100 and filled.min() > 0 and filled.mean() > 88
 
 
-def test_too_long_conversations(tmp_path):
+def test_too_long_conversations(tmp_path, caplog):
     """Cut to what fits, dropped with the flag or where nothing that is trained on would be left; all counted."""
     sizes = (10, 10), (10, 100), (100, 10), (100, 10)  # the last is held out
     path = write_chats(tmp_path / "a.jsonl", [talk(("x" * asked, "y" * answered)) for asked, answered in sizes])
     loader = make_loader(chat_config(path))
     note = "1 truncated to --seq_len 64 and 1 dropped because no trained token would be left, packed"
     assert f"3 conversations, {note}" in loader.summary(None)[1]
+    assert "dropped 1 of 3 conversations: give a larger --seq_len" in caplog.text
     (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
     assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
     loader = make_loader(chat_config(path, long_chats="drop"))

@@ -359,19 +359,14 @@ def test_bad_input_is_named(tmp_path, name, content, pattern):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_an_unknown_format_is_not_proposed_instead_of_itself(tmp_path):
-    (tmp_path / "a.dat").touch()
-    message = refused(find_files, str(tmp_path / "a.dat"), "--data")
-    assert "did you mean" not in message and "a.dat: no file of a known format; " in message
-    (tmp_path / "b.dat").touch()
-    assert "did you mean b.dat?" in refused(find_files, str(tmp_path / "a.dat"), "--data")
-
-
-def test_what_is_not_there_or_empty_is_named(tmp_path):
+@pytest.mark.parametrize("spec, message", [
+    ("a.dat", "a.dat: no file of a known format; "), ("c.dat", "c.dat does not exist; did you mean a.dat?"),
+    ("boks", "boks does not exist; did you mean books?"), ("books", "books: no file of a known format; .txt"),
+])  # fmt: skip
+def test_what_is_not_there_or_of_no_use_is_named(tmp_path, spec, message):
     (tmp_path / "books").mkdir()
-    message = f"--data {tmp_path}/boks does not exist; did you mean books?"
-    assert refused(find_files, f"{tmp_path}/boks", "--data") == message
-    assert f"--data {tmp_path}/books: no file of a known" in refused(find_files, f"{tmp_path}/books", "--data")
+    (tmp_path / "a.dat").touch()
+    assert message in refused(find_files, str(tmp_path / spec), "--data")
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
@@ -391,13 +386,6 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
         open_checked(parse_args(f"--seq_len 8 --data {words}".split()))
         assert f"{path}: 3 bad rows left out: not JSON in UTF-8: Exp" in caplog.text
         assert "(found: txt (str)); --text_field" in caplog.text and "(2)" in caplog.text
-
-
-def test_files_of_unknown_kinds_are_counted(tmp_path, caplog):
-    for name in ("a.txt", "b.py", "c.py", "d", ".git", "README.md"):
-        (tmp_path / name).write_text("x")
-    find_files(str(tmp_path), "--data")
-    assert caplog.messages == [f"--data {tmp_path}: 3 files of unknown kind left out (.py, no suffix)"]
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456789\n"
@@ -495,14 +483,17 @@ def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypat
     assert all(tokens(tmp_path / "parts", split) == expected[split] for split in expected)
 
 
-@pytest.mark.parametrize("spec, files, found", [
-    ("", "README.md a.md", "README.md a.md"), ("README.md", "README.md a.md", "README.md"),
-    ("*", "README.md a.md b.csv", "a.md b.csv"),
+@pytest.mark.parametrize("spec, files, found, left_out", [
+    ("", "README.md a.md", "README.md a.md", ""), ("README.md", "README.md a.md", "README.md", ""),
+    ("*", "README.md a.md b.csv", "a.md b.csv", ""),
+    ("", ".git a.md b.py", "a.md", "1 file of unknown kind left out (.py)"),
+    ("", "a.md b.py c d.py", "a.md", "3 files of unknown kind left out (.py, no suffix)"),
 ])  # fmt: skip
-def test_a_readme_beside_data_is_no_data(tmp_path, spec, files, found):
+def test_a_readme_and_unknown_kinds_beside_data_are_no_data(tmp_path, caplog, spec, files, found, left_out):
     for name in files.split():
         (tmp_path / name).touch()
     assert sorted(Path(file.name).name for file in find_files(f"{tmp_path}/{spec}", "")) == found.split()
+    assert caplog.messages == [f" {tmp_path}/{spec}: {left_out}"] * bool(left_out)
 
 
 @pytest.mark.parametrize("row", [chat(TALK), b'{"text": "Why? So."}'])

@@ -456,12 +456,11 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
                 f" {tokens * width} bytes of tokens, but it has {content}"
             )
         return Shard(path, tokens, width, HEADER), delimiter
-    if not data_dtype:
-        raise UserError(f"{path} has no token-shard header of llm.c; give --data_dtype for nanoGPT's files")
-    width = 2 if data_dtype == "uint16" else 4
+    width = {"uint16": 2, "uint32": 4}.get(data_dtype, size + 1)
     tokens, rest = divmod(size, width)
     if not tokens or rest:
-        raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
+        kind = data_dtype or "uint16 or uint32, as in nanoGPT's files"
+        raise UserError(f"{path}: {size} bytes without llm.c's header, which are not tokens of --data_dtype {kind}")
     return Shard(path, tokens, width), None
 
 
