@@ -151,6 +151,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
+        self.store = dist.PrefixStore(self.nonce, self.store)  # torchrun keeps the store when it restarts the ranks
         on_every_rank(self._check_shared, self.ranks)  # after an error the lock is released with this object
         self.watchdog = Watchdog(self)
         return self
@@ -236,7 +237,7 @@ class Run:
         if self.lock:
             refused = self.exit_code == 2 and not self.clock.step and not (self.folder / "checkpoints").exists()
             if self.is_new and (refused or not self.began):
-                shutil.rmtree(self.folder)
+                shutil.rmtree(self.folder, ignore_errors=True)
             self.lock.release()
         return isinstance(error, Exception)
 
@@ -244,10 +245,10 @@ class Run:
         """Tells that this rank ends. state: error, failed or stopped, as in status.json."""
         number, first = FOLLOWED, None
         with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            number = self.store.add("flatland/ends", 1)
+            number = self.store.add("ends", 1)
             if number == 1:
-                self.store.set("flatland/end", json.dumps([state, message]))
-            first = json.loads(self.store.get("flatland/end"))
+                self.store.set("end", json.dumps([state, message]))
+            first = json.loads(self.store.get("end"))
         write_error(state, message, FOLLOWED if state == "stopped" else number, self.clock.step)
         if number == 1 or first != [state, message]:
             say_error(message, "error: " * (state != "stopped"))
@@ -331,7 +332,7 @@ class Watchdog:
         groups = [None, self.ranks.control, *self.run.groups] if self.ranks.world_size > 1 else []
         position = self.clock.step, sum(map(torch_private.count_collectives, groups))
         text = f"{self.ranks.name} is behind: its last step was {self.clock.step}, it is in {self.clock.stack[-1]!r}"
-        self.store.set(f"flatland/{self.ranks.rank}", json.dumps([self.beats, position, self._idle(), text]))
+        self.store.set(str(self.ranks.rank), json.dumps([self.beats, position, self._idle(), text]))
 
     def _check_progress(self) -> None:
         phase, now = self.clock.stack[-1], time.perf_counter()
@@ -353,7 +354,7 @@ class Watchdog:
     def _ask_all(self) -> tuple[float, list[str]]:
         """-> (seconds since any rank made progress; descriptions of the ranks whose reports do not change within three
         beats, or else of the ranks that are behind)"""
-        keys = [f"flatland/{rank}" for rank in range(self.ranks.world_size)]
+        keys = [*map(str, range(self.ranks.world_size))]
         try:
             before = self.store.multi_get(keys)
             for _ in range(3):

@@ -124,7 +124,7 @@ def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     ranks = 1 if rank == "the only" else 2
     watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
     monkeypatch.setattr(guard.torch_private, "count_collectives", lambda group: 5)
-    watched.store.set("flatland/1", json.dumps([1, [0, 15], 30.0 if rank == "another" else 90.0, "rank 1 is behind"]))
+    watched.store.set("1", json.dumps([1, [0, 15], 30.0 if rank == "another" else 90.0, "rank 1 is behind"]))
     watched.hang_limit, long_ago = 60, time.perf_counter() - 90
     monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank in ("this", "the only") else 0.0)
     watched.clock.since = long_ago
@@ -243,3 +243,14 @@ def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_jso
     errors = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
     assert [error["order"] for error in errors] == [3, 1, 2]
     assert (errors[1]["rank"], errors[1]["kind"], errors[1]["message"]) == ("1", "error", message)
+
+
+def test_a_job_that_torchrun_restarts_tells_its_own_error(tmp_path, monkeypatch):
+    """The store is the same."""
+    monkeypatch.setattr(guard, "Watchdog", mock.Mock())
+    store, config = dist.HashStore(), SimpleNamespace(out=str(tmp_path), timeout=600)
+    for message in ("of the first start", "of the second start"):
+        with guard.Run(config, Ranks(0, 1, ALONE.device, store=store)) as run:
+            run.began = True
+            raise UserError(message)
+        assert read_json(tmp_path / "status.json")["message"] == message
