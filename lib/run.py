@@ -35,7 +35,7 @@ ANSWER = 20.0  # seconds that a stopping rank waits for others
 BEAT = 1.5  # seconds between two reports of a rank to the store
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
-PATIENCE = 40.0  # seconds that a job waits for the lock: more than files.EMPTY
+PATIENCE = 5.0  # seconds that a job waits for the lock, eight times: more than files.EMPTY
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 TRACKERS = ("tensorboard", "wandb")
@@ -113,10 +113,9 @@ class Clock:
 def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"{flag} {name!r}: expected {' or '.join(TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"{flag} {name}: it is not installed; {sys.executable} -m pip install {name}")
+        if name not in TRACKERS or importlib.util.find_spec(name) is None:
+            install = f"{sys.executable} -m pip install {' '.join(TRACKERS)}"
+            raise UserError(f"{flag} {name!r}: expected {' or '.join(TRACKERS)}, installed by {install}")
 
 
 # ---- the run
@@ -384,14 +383,11 @@ def take_lock(folder: Path) -> SoftFileLease:
     so is an empty lock. Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
     lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
-    end = time.monotonic() + PATIENCE
-    while True:
+    for _ in range(8):
         fill_old_lock(folder / "lock")  # which may become old meanwhile
         with contextlib.suppress(Timeout):
-            lock.acquire(timeout=min(PATIENCE, 5))
+            lock.acquire(timeout=PATIENCE)
             return lock
-        if time.monotonic() > end:
-            break
     owner = lock.owner  # None: it died before it wrote its name
     who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
     raise UserError(

@@ -205,7 +205,7 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
     (tmp_path / "lock").touch()
     with pytest.raises(UserError, match="an unnamed process is training .*remove .*/lock if no job"):
         take_lock(tmp_path)
-    monkeypatch.setattr(guard, "PATIENCE", 10)
+    monkeypatch.setattr(guard, "PATIENCE", 3)
     monkeypatch.setattr("lib.files.EMPTY", time.time() - (tmp_path / "lock").stat().st_mtime + 2)
     take_lock(tmp_path).release()  # it is empty since a power failure, but old enough only while this job waits
 
