@@ -53,7 +53,7 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
 
 
 def download(args: argparse.Namespace, command: str) -> None:
-    """Downloads and verifies the files that the command line selects, and deletes those that are damaged twice.
+    """Downloads and verifies the files that the command line selects, and deletes files that are damaged twice.
     --verify: only verifies the files that exist."""
     from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.utils import WeakFileLock

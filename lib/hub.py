@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from lib.errors import Failure, Message, UserError
 
 UNFINISHED = ".cache/huggingface/unfinished"  # in a download: the command that completes and verifies it
-LIBRARIES = {"huggingface_hub", "httpx", "httpx2"}  # they read what the hub and the network answer
+LIBRARIES = {"huggingface_hub", "httpx", "httpx2"}  # they read the answers of the hub and the network
 
 
 def local_path(spec: str, flag: str) -> Path:
@@ -35,7 +35,7 @@ def find_snapshot(spec: str, flag: str) -> tuple[Path, str]:
     name, _, revision = spec.partition("@")
     command = f"python download.py {name}"
     try:
-        # No patterns: a part of a repository may be all that a user wants.
+        # No patterns: a user may want only a part of a repository.
         where = split_name(name) | {"revision": revision or None}
         path = Path(snapshot_download(**where, local_files_only=True, allow_patterns=[]))
         for file, size in sizes_of(name, revision=path.name).items():
@@ -73,7 +73,7 @@ def split_name(name: str) -> dict[str, str]:
 
 # ---- the hub
 
-# What a user can do about an error: by its class in huggingface_hub.errors, or by the status of the hub's answer.
+# The remedies of errors, by an error's class in huggingface_hub.errors, or by the status of the hub's answer.
 REFUSALS = {
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE forbids downloads: unset it",
     "HFValidationError": "{repo}: not the name of a repository, as ORG/NAME or datasets/ORG/NAME",
