@@ -136,16 +136,14 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
         count = torch.cuda.device_count()
         if processes > count:
             raise UserError(
-                f"{processes} processes on this machine, but {count} visible GPUs (CUDA_VISIBLE_DEVICES is {visible}):"
-                " start one process per visible GPU"
+                f"{processes} processes on this machine, but {count} visible GPUs (CUDA_VISIBLE_DEVICES is {visible})"
             )
         return torch.device("cuda", local_rank)
     gpus = "" if visible in ("", "-1") else _output("nvidia-smi", "-L")
     if "GPU 0" in gpus:
         raise UserError(
             f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA {torch.version.cuda})"
-            " cannot use them: update the driver, install a torch that suits it, or set CUDA_VISIBLE_DEVICES= to train"
-            " on the CPU"
+            " cannot use them: update the driver, or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
     return torch.device("cpu")
 
