@@ -53,14 +53,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
-        near = [nearest(word.partition("=")[0], self._option_string_actions) for word in words if word[:2] == "--"]
-        meant = f"; did you mean {', '.join(filter(None, near))}?" if any(near) else ""
-        raise UserError(f"{message}{meant}; --help lists all flags")
+        near = ", ".join(filter(None, map(self.nearest_flag, words)))
+        raise UserError(message + f"; did you mean {near}?" * bool(near) + "; --help lists all flags")
+
+    def nearest_flag(self, word: str) -> str:
+        return nearest(word.partition("=")[0], self._option_string_actions) if word.startswith("--") else ""
 
     def refuse_typos(self, words: list[str]) -> None:
         """UserError if words that are meant for another parser look like flags of this one."""
-        flags = [word.partition("=")[0] for word in words if word[:2] == "--"]
-        if typos := [flag for flag in flags if nearest(flag, self._option_string_actions)]:
+        if typos := [word for word in words if self.nearest_flag(word)]:
             self.error(f"unrecognized arguments: {' '.join(typos)}")
 
 
