@@ -92,25 +92,20 @@ class _Live(torch_private.DispatchMode):
         return out
 
 
-class _Kernels(TorchFunctionMode):
-    """Replaces functions of torch by others with the same arguments."""
+class _WithKernels(TorchFunctionMode):
+    """A module's forward pass with some functions of torch replaced by others with the same arguments. Each module has
+    one, because torch leaves a mode during a backward pass, where checkpoints compute again."""
 
-    def __init__(self, replacements: dict[Callable, Callable]):
+    def __init__(self, forward: Callable, replacements: dict[Callable, Callable]):
         super().__init__()
-        self.replacements = replacements
+        self.forward, self.replacements = forward, replacements
+
+    def __call__(self, *args):
+        with self:
+            return self.forward(*args)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return self.replacements.get(function, function)(*args, **(kwargs or {}))
-
-
-def _with_kernels(forward: Callable, replacements: dict[Callable, Callable]) -> Callable:
-    """Entered in each module, because torch leaves a mode during a backward pass, where checkpoints compute again."""
-
-    def run(*args):
-        with _Kernels(replacements):
-            return forward(*args)
-
-    return run
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_) -> Tensor:
@@ -145,7 +140,7 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     rows = _tokens(config) * model.config.top_k  # of all experts
     even_parts = {Tensor.tolist: lambda sizes: [len(range(i, rows, len(sizes))) for i in range(len(sizes))]}
     for module in (*model.layers, model.norm, model.lm_head):
-        module.forward = _with_kernels(module.forward, KERNELS | even_parts)
+        module.forward = _WithKernels(module.forward, KERNELS | even_parts)
     if (size := config.context_parallel) > 1:
         shard.share_rows(model, SimpleNamespace(group_name="", rank=lambda: 0, size=lambda: size))
     mode = config.checkpointing
@@ -175,7 +170,13 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
         config, batch_tokens=0, state_dtype="fp32", save_async=True, offload="none", offload_activations=False
     )
     two, three = (_trace_blocks(replace(config, n_layers=blocks), wrapped, passes) for blocks in (2, 3))
-    inputs = _kept_inputs(config)
+    inputs = 0
+    if config.compile != "none" and config.checkpointing == "none" and config.fp8 == "off":
+        # A compiler that need not save memory keeps the inputs of a block's products: the outputs of its norms and of
+        # its activation, unless they are cast to FP8. `_build` computes them again.
+        shape = config.model_config
+        width = 2 * shape.dim + shape.ffn_dim * max(shape.top_k, 1)
+        inputs = _tokens(config) * width * DTYPES[config.dtype].itemsize
     kept = n * inputs, n * inputs, inputs, 0, 0
     return [a + (n - 2) * (b - a) + extra for a, b, extra in zip(two, three, kept, strict=True)]
 
@@ -210,16 +211,6 @@ def _trace_blocks(config: Config, wrapped: bool, passes: int) -> list[int]:
             loss.backward()
     first = live.peaks[1]
     return [live.peaks["until the loss"], live.peaks[config.n_layers], first, live.peaks.get(0, first), live.made]
-
-
-def _kept_inputs(config: Config) -> int:
-    """Bytes of the inputs of a block's products: the outputs of its norms and of its activation. A compiler that need
-    not save memory keeps them, unless they are cast to FP8. `_build` computes them again."""
-    if config.compile == "none" or config.checkpointing != "none" or config.fp8 != "off":
-        return 0
-    shape = config.model_config
-    width = 2 * shape.dim + shape.ffn_dim * max(shape.top_k, 1)
-    return _tokens(config) * width * DTYPES[config.dtype].itemsize
 
 
 # ---- parameters and what belongs to them

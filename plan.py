@@ -228,15 +228,12 @@ def summary(plan: Plan) -> str:
     verdict = f"it does not fit: {needs}" if needs else "it fits"
     parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
     assumed = " (assumed; --host_gib)" * (cluster.host_gib == HOST_GIB)
-    saved = checkpoint_bytes(config)
-    for_good = config.steps // (config.save_every * config.keep_every) if config.keep_every else 0
-    kept = for_good + config.keep + 1  # one is being written
     text = (
         f"{config.model}, {parameters / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
         f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}: {verdict}.\n"
         f"  each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB{assumed}\n"
-        f"  disk: {amount(saved)} a checkpoint, {amount(kept * saved)} for the {kept} that exist at a time"
+        f"  disk: {amount(checkpoint_bytes(config))} a checkpoint; --keep {config.keep} and the one being written"
     )
     if needs:
         return text
@@ -246,11 +243,11 @@ def summary(plan: Plan) -> str:
     times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
     hours = config.steps * plan.seconds / 3600
     kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
-    price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
+    price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour" * (cluster.price > 0)
     return (
         f"{text}\n  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
         f"  time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
-        f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price * (cluster.price > 0)}"
+        f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price}"
     )
 
 
