@@ -418,7 +418,7 @@ def test_what_another_version_wrote_is_refused(tmp_path):
     save_run(tmp_path / "run")
     manifest = tmp_path / "run/checkpoints/step-00000001/manifest.json"
     values = json.loads(manifest.read_text())
-    values["config"]["warp"] = 9
+    values["model"]["warp"] = 9
     del values["crc32"]
     manifest.write_text(json.dumps(values | {"crc32": checkpoint._crc_of(values)}))
     with pytest.raises(UserError, match="another version.*warp"):

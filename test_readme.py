@@ -117,7 +117,13 @@ def test_commands_parse(page, words, folder, monkeypatch):
         assert all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in words[3:]), words
     elif words[0] == "python":
         # what follows the parsing
-        for name in ("data.show", "lib.text.find_files", "golden.sets_here", "test_parity.cells", "test_parity.fuzz"):
+        for name in (
+            "data.make_loader",
+            "lib.text.find_files",
+            "golden.sets_here",
+            "test_parity.cells",
+            "test_parity.fuzz",
+        ):
             monkeypatch.setattr(name, mock.Mock(side_effect=ParsedError))
         with contextlib.suppress(SystemExit if "--help" in words else ParsedError):
             PARSERS[words[1]](words[2:])

@@ -32,7 +32,13 @@ from shard import sharded_dim
 RANKS = (64, 64), (1024, 1024), (1024, 64)  # that saved, that read
 SHARDS = 100, 10_000, 100_000
 TOKENS = 150_000_000  # of a shard: 100,000 of them hold 15 T tokens
-MADE_WITH = {"tokenizer": "bytes", "fingerprint": "bytes", "vocab_size": 128256, "delimiter": 0, "kind": "text"}
+MADE_WITH = {  # the index of a folder of shards, without the files
+    "tokenizer": "bytes",
+    "fingerprint": "bytes",
+    "vocab_size": 128256,
+    "delimiter": 0,
+    "kind": "text",
+}
 SETTINGS = "--model llama3.1-405b --seq_len 8192 --micro_batch 1 --eval_every 0 --data"
 
 
