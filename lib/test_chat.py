@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -16,10 +17,12 @@ import train
 from lib import tokenizer as T
 from lib.chat import chat_template, find_messages, render_chat
 from lib.errors import UserError
-from lib.test_tokenizer import _json, _write
+from lib.test_tokenizer import _json, _llama2_json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
-from lib.weights import write_tokenizer
+from lib.weights import export_model, write_tokenizer
+from model import MODELS, Transformer
+from test_model import scramble
 from test_shard import skip_plots
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
@@ -319,6 +322,47 @@ def test_rows_are_rendered(template, row, marked, tokenizers_of):
         expected = theirs.apply_chat_template(messages, return_dict=True, **how, **inputs)
         assert ids == expected["input_ids"]
         assert mask == expected["assistant_masks"] or any("weight" in message for message in messages)
+
+
+# Mixtral's: the system message is a part of the first question.
+MIXTRAL = r"""{%- set system = messages[0].content if messages[0].role == 'system' else none %}{{- bos_token }}
+{%- for m in (messages if system is none else messages[1:]) %}{%- if m.role == 'user' %}{{- ' [INST] '
++ (system + '\n\n' if loop.first and system is not none else '') + m.content + ' [/INST]' }}{%- else %}
+{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"""
+
+
+@pytest.mark.parametrize("kind, model", [
+    ("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama"),
+    ("llama3", "tiny-llama"), ("qwen", "tiny-qwen3"), ("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"),
+    ("control", "tiny-mistral"),
+])  # fmt: skip
+def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
+    """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
+    we when we read the folder again. gpt2: a tokenizer that has Llama 3's control tokens and cuts otherwise."""
+    shape = replace(MODELS["tiny-llama"], family="mistral") if model == "tiny-mistral" else MODELS[model]
+    ours = T.load_tokenizer("bytes")
+    if kind != "bytes":
+        pieces = "control" if kind in ("control", "mixtral") else "llama2"
+        own = _json(kind) if kind in ("gpt2", "llama3", "qwen") else None
+        own = own or _llama2_json(pieces, tmp_path / "model", kind != "mistral")
+        config = {"chat_template": MIXTRAL} if kind == "mixtral" else {}
+        ours = T.load_tokenizer(_write(tmp_path / "own", tokenizer__json=own, tokenizer_config__json=config))
+    hf, template = tmp_path / "hf", chat_template(ours, shape.chat_format)
+    model = scramble(Transformer(replace(shape, vocab_size=ours.vocab_size, n_layers=1)))
+    export_model(model, hf, tokenizer=ours, chat_format=shape.chat_format)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(hf), T.load_tokenizer(str(hf))
+    assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
+    for messages in [*_conversations(4, False, False, False), *_conversations(5, False, False, True)]:
+        ids, mask = render_chat(ours, messages, template)
+        asks = messages[-1]["role"] != "assistant"
+        assert theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks) == ids, messages
+        assert render_chat(again, messages, chat_template(again, shape.chat_format))[0] == ids
+        if not asks:
+            last = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
+    for name in ("config.json", "generation_config.json"):
+        ends = json.loads((hf / name).read_text())["eos_token_id"]
+        assert {ours.eos_id, last} == set(ends if isinstance(ends, list) else [ends])
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
 
 
 @pytest.mark.parametrize("kind, family, marked", [

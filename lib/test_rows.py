@@ -21,13 +21,14 @@ from config import choose_lanes, parse_args
 from data import Batch, make_loader, open_checked, open_data
 from lib import rows, settle
 from lib import text as text_module
-from lib.chat import render_chat
+from lib.chat import chat_template, render_chat
 from lib.errors import Failure
 from lib.ranks import ALONE, Ranks
 from lib.rows import Catalog, Listing, merge_positions, permute
 from lib.test_text import refused
-from lib.test_tokenizer import _chat_tokenizer
+from lib.test_tokenizer import _json, _write
 from lib.text import Encoder, find_files, prepare, write_shard
+from lib.tokenizer import load_tokenizer
 from test_download import COMMITS, TOKEN, serve
 
 T = 16
@@ -343,14 +344,14 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
 
 
 def test_rows_are_what_the_template_renders(tmp_path):
-    """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
-    test_tokenizer.py has the templates."""
-    tokenizer = _chat_tokenizer("llama3.1", tmp_path / "tokenizer")
+    """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them."""
+    tokenizer = load_tokenizer(_write(tmp_path / "tokenizer", tokenizer__json=_json("llama3")))
+    template = chat_template(tokenizer, "llama")
     path = write_chats(tmp_path / "a.jsonl", conversations())
     loader = make_loader(chat_config(path, tokenizer=tmp_path / "tokenizer", seq_len=700))
     expected = []
     for messages in (m for i, m in enumerate(conversations(), 1) if i % 20):  # the others are held out
-        ids, mask = render_chat(tokenizer, messages, tokenizer.chat_template)
+        ids, mask = render_chat(tokenizer, messages, template)
         expected.append((ids[:-1], [i if trained else -100 for i, trained in zip(ids[1:], mask[1:], strict=True)]))
     assert sorted(documents(epoch(loader))[: len(expected)]) == sorted(expected)
     assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))

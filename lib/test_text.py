@@ -25,7 +25,7 @@ from data import open_checked
 from lib import text
 from lib.chat import chat_template, render_chat
 from lib.errors import Failure, UserError
-from lib.test_tokenizer import _chat_tokenizer
+from lib.test_tokenizer import _json, _write
 from lib.text import BEGINS, TRAINED, Encoder, TextRow, find_files, find_shard, verify
 from lib.tokenizer import load_tokenizer
 from test_download import serve as download_server
@@ -450,7 +450,7 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache, monkeypatc
     index = run([tmp_path / "a.jsonl"], tmp_path / "a")
     run([tmp_path / "a.jsonl"], tmp_path / "b")
     (tmp_path / "b/index.json").write_text(json.dumps(index | {"fingerprint": "0123", "tokenizer": "other"}))
-    _chat_tokenizer("llama3.1", tmp_path / "llama3")
+    _write(tmp_path / "llama3", tokenizer__json=_json("llama3"))
     monkeypatch.chdir(tmp_path)
     open_checked(parse_args(["--seq_len", "16", "--data", "a", "a.jsonl"]))
     for words in ("a b", "b --val_data a", "b:1 a.jsonl:2", "b --tokenizer llama3 --vocab_size 4096"):

@@ -1,10 +1,8 @@
 """lib/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
 
 import io
-import itertools
 import json
 import random
-from dataclasses import replace
 from functools import cache
 from pydoc_data.topics import topics
 
@@ -19,10 +17,7 @@ from lib import tokenizer as T
 from lib.chat import chat_template, render_chat
 from lib.errors import UserError
 from lib.text import main as run_text_command
-from lib.weights import export_model, write_tokenizer
-from model import MODELS as SHAPES
-from model import Transformer
-from test_model import scramble
+from lib.weights import write_tokenizer
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -286,6 +281,18 @@ TOOL = {"__type": "AddedToken", "content": "<tool>"}
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
+def _llama2_json(kind: str, folder, legacy: bool = True) -> dict:
+    """The tokenizer.json of Llama 2 for a sentencepiece model; transformers finds the merges. legacy: a space also
+    begins the text behind a control token."""
+    config = {"tokenizer_class": "LlamaTokenizer"}
+    spec = _write(folder, tokenizer__model=_model(kind), tokenizer_config__json=config, config__json={})
+    d = json.loads(transformers.AutoTokenizer.from_pretrained(spec)._tokenizer.to_str())
+    if not legacy:
+        return d
+    space = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    return d | {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": space}}
+
+
 def _sequence(*steps) -> dict:
     return {"type": "Sequence", "pretokenizers": list(steps)}
 
@@ -381,92 +388,3 @@ def test_a_text_that_the_library_reads_as_a_control_token_is_refused(tmp_path):
     d = _json("gpt2") | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
     with pytest.raises(UserError, match="cannot encode the text 'abc' .PanicException"):
         T.load_tokenizer(_write(tmp_path / "panic", tokenizer__json=d)).encode("abc")
-
-
-# ---- chat
-
-TEMPLATES = {
-    "mixtral": r"""{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}
-{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}
-{%- for message in loop_messages %}{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}
-{{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}{%- else %}
-{{- ' [INST] ' + message['content'] + ' [/INST]' }}{%- endif %}{%- else %}{{- ' ' + message['content'] + eos_token }}
-{%- endif %}{%- endfor %}""",
-    "llama3.1": r"""{{- bos_token }}{%- set date_string = "26 Jul 2024" %}{%- if messages[0]['role'] == 'system' %}
-{%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}{%- else %}
-{%- set system_message = "" %}{%- endif %}{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{{- "Cutting Knowledge Date: December 2023\n" }}{{- "Today Date: " + date_string + "\n\n" }}{{- system_message }}
-{{- "<|eot_id|>" }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] +
-'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
-    "chatml": r"""{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content
-+ '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
-}
-TEXTS = ["Which statement?", "The `if` one.\n\nIt is  simple.", "  Why?  \n", "nai\u0308ve 日本語 🎈\t", "0", "\n\nx"]
-TEXTS += ["1 + 1 = 2 [INST]"]
-
-
-def _conversations() -> list[list[dict]]:
-    r, out = random.Random(4), []
-    for turns, system in itertools.product(range(1, 7), (None, "", "You are  brief.\n")):
-        start = [] if system is None else [{"role": "system", "content": system}]
-        roles = (["user", "assistant"] * 3)[:turns]
-        out.append(start + [{"role": role, "content": r.choice(TEXTS)} for role in roles])
-    return out
-
-
-def _llama2_json(kind: str, folder, legacy: bool = True) -> dict:
-    """The tokenizer.json of Llama 2 for a sentencepiece model; transformers finds the merges. legacy: a space also
-    begins the text behind a control token."""
-    config = {"tokenizer_class": "LlamaTokenizer"}
-    spec = _write(folder, tokenizer__model=_model(kind), tokenizer_config__json=config, config__json={})
-    d = json.loads(transformers.AutoTokenizer.from_pretrained(spec)._tokenizer.to_str())
-    if not legacy:
-        return d
-    space = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    return d | {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": space}}
-
-
-def _chat_tokenizer(family: str, folder):
-    kind, bos, eos = {
-        "mixtral": ("control", "<s>", "</s>"), "chatml": ("qwen", "<|begin_of_text|>", "<|im_end|>"),
-        "llama3.1": ("llama3", "<|begin_of_text|>", "<|eot_id|>"),
-    }[family]  # fmt: skip
-    d = _llama2_json(kind, folder / "model") if kind in MODELS else _json(kind)
-    config = {"chat_template": TEMPLATES[family], "bos_token": bos, "eos_token": eos}
-    return T.load_tokenizer(_write(folder, tokenizer__json=d, tokenizer_config__json=config))
-
-
-@pytest.mark.parametrize("kind, model", [
-    ("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama"),
-    ("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3"), ("mixtral", "tiny-mixtral"),
-    ("mistral", "tiny-mistral"), ("control", "tiny-mistral"),
-])  # fmt: skip
-def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
-    """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
-    we when we read the folder again. gpt2: a tokenizer that has Llama 3's control tokens and cuts otherwise."""
-    shape = replace(SHAPES["tiny-llama"], family="mistral") if model == "tiny-mistral" else SHAPES[model]
-    if kind in TEMPLATES:
-        ours = _chat_tokenizer(kind, tmp_path / "own")
-    else:
-        pieces = "control" if kind == "control" else "llama2"
-        content = _json("gpt2") if kind == "gpt2" else _llama2_json(pieces, tmp_path / "model", kind != "mistral")
-        ours = T.load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", tokenizer__json=content))
-    hf, template = tmp_path / "hf", chat_template(ours, shape.chat_format)
-    model = scramble(Transformer(replace(shape, vocab_size=ours.vocab_size, n_layers=1)))
-    export_model(model, hf, tokenizer=ours, chat_format=shape.chat_format)
-    theirs, again = transformers.AutoTokenizer.from_pretrained(hf), T.load_tokenizer(str(hf))
-    assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
-    for messages in _conversations():
-        if kind in ("control", "mixtral"):  # no message holds the text of a control token
-            messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]
-        ids, mask = render_chat(ours, messages, template)
-        asks = messages[-1]["role"] != "assistant"
-        assert theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks) == ids, messages
-        assert render_chat(again, messages, chat_template(again, shape.chat_format))[0] == ids
-        if not asks:
-            last = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
-    for name in ("config.json", "generation_config.json"):
-        ends = json.loads((hf / name).read_text())["eos_token_id"]
-        assert {ours.eos_id, last} == set(ends if isinstance(ends, list) else [ends])
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
