@@ -285,8 +285,8 @@ def rounding_seed(seed: int, number: int, parameter: Tensor, offset: int = 0) ->
     element `offset` of this rank's shard in the whole parameter."""
     position = local_start(parameter) + offset
     digest = hashlib.sha256(f"{seed}/{number}/{position >> 32}".encode()).digest()
-    numbers = torch.tensor((int.from_bytes(digest[:4], "little"), position), device=local(parameter).device)
-    return (numbers << 32 >> 32).int()  # the lower 32 bits of each
+    numbers = torch.tensor((int.from_bytes(digest[:4], "little"), position)) << 32 >> 32  # the lower 32 bits of each
+    return numbers.int().to(local(parameter).device)
 
 
 def random_bits(n: int, seed: Tensor, step: Tensor) -> Tensor:
