@@ -241,7 +241,7 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a prompt in Latin-1": (
         ["--sample_every", "1", "--prompt", "na\udcefve"],
-        "error: --prompt: The text is not UTF-8: character 2 ",
+        "error: --prompt: The tokenizer cannot encode the text",
     ),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
 }
