@@ -22,7 +22,7 @@ from lib.families import config_json
 from lib.weights import load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
-from test_shard import allocate, fill, run_ranks
+from test_shard import allocate, fill, peak_rss, run_ranks
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
 STRETCHED = RopeScaling(factor=8.0, original_seq_len=48)  # some frequencies fast, some slow, some between
@@ -278,15 +278,16 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, chunk_bytes, head_rows, d
         assert head(x, targets)[0].item() == pytest.approx(loss.item(), rel=bound / 8)
 
 
+def measure_loss() -> None:
+    head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(4, 256, 64, requires_grad=True)
+    before = peak_rss(reset=True)
+    head(x, torch.zeros(4, 256, dtype=torch.long))[0].backward()
+    print((peak_rss() - before) / 2**20)
+
+
 def test_peak_memory_does_not_hold_the_logits():
     """1024 tokens x 65536 words: the fp32 logits alone are 256 MiB; the weight's gradient is 16 MiB."""
-    code = """
-head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(4, 256, 64, requires_grad=True)
-before = test_shard.peak_rss(reset=True)
-head(x, torch.zeros(4, 256, dtype=torch.long))[0].backward()
-print((test_shard.peak_rss() - before) / 2**20)
-"""
-    assert float(run_ranks(1, code)) < 192
+    assert float(run_ranks(1, measure_loss)) < 192
 
 
 # ---- documents, causality, cache

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import optim
+import shard
 import train
 from config import parse_args
 from lib.errors import Failure
 from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE
+from lib.ranks import ALONE, init_ranks
 from model import Transformer
 from optim import CHUNK, AdamW, Gradients, Optimizer, learning_rate, make_optimizer, random_bits
 from test_shard import run_ranks, skip_plots
@@ -298,28 +299,30 @@ def test_embeddings_have_their_own_learning_rate(name):
         torch.testing.assert_close(before[name] - p, torch.full_like(p, 0.05 if "embed_" in name else 0.01))
 
 
+def update_on_every_mesh() -> None:
+    ranks = init_ranks()
+    cases = [("tiny-mixtral", "--state_dtype bf16 --n_layers 1 --ffn_dim 96", (0,))]
+    if ranks.world_size == 4:
+        cases.append(("tiny-llama", "--state_dtype fp32", (0, 1, 2)))
+        cases.append(("tiny-gpt2", "--state_dtype bf16 --n_layers 1", (2,)))
+    for name, words, sizes in cases:
+        whole, config = muon_model(name, words)
+        run_muon(whole, config)
+        expected = dict(whole.named_parameters())
+        for size in sizes:
+            model, config = muon_model(name, words)
+            shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
+            run_muon(model, config)
+            for key, p in model.named_parameters():
+                mine = expected[key][shard_slices(p.shape, *sharding(p))]
+                assert torch.equal(local(p.detach()), mine), (name, size, key)
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_muon_has_the_same_bits_on_every_mesh(size):
     """Whole parameters, shards, both; experts that are sharded by expert, and within them on three ranks; moments of
     both dtypes."""
-    code = """
-from test_optim import local, muon_model, run_muon
-ranks = init_ranks()
-cases = [("tiny-mixtral", "--state_dtype bf16 --n_layers 1 --ffn_dim 96", (0,))]
-if ranks.world_size == 4:
-    cases += [("tiny-llama", "--state_dtype fp32", (0, 1, 2)), ("tiny-gpt2", "--state_dtype bf16 --n_layers 1", (2,))]
-for name, words, sizes in cases:
-    whole, config = muon_model(name, words)
-    run_muon(whole, config)
-    expected = dict(whole.named_parameters())
-    for size in sizes:
-        model, config = muon_model(name, words)
-        shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
-        run_muon(model, config)
-        for key, p in model.named_parameters():
-            assert torch.equal(local(p.detach()), expected[key][shard_slices(p.shape, *sharding(p))]), (name, size, key)
-"""
-    run_ranks(size, code)
+    run_ranks(size, update_on_every_mesh)
 
 
 RUN = "--optimizer muon --seq_len 32 --compile none --eval_every 0 --sample_every 0 --log_every 1"
@@ -341,31 +344,30 @@ def test_muon_accumulates_and_trains_in_fp8(tmp_path, text, monkeypatch):
 # ---- steps that are not finite
 
 
+def skip_third_update() -> None:
+    ranks, model, config = init_ranks(), torch.nn.Linear(4, 4), parse_args(["--clip", "1"])
+    optimizer, gradients = make_optimizer(model, config), Gradients(model, config, ranks, None)
+    for step in range(1, 6):
+        before = model.weight.detach().clone()
+        model(torch.ones(2, 4)).sum().backward()
+        if step == 3 and ranks.rank == 1:
+            model.weight.grad[0, 0] = float("inf")
+        _, tokens, squared_norm = gradients.global_sums(torch.ones(()), 8)
+        gradients.skip = (~squared_norm.isfinite()).float()
+        optimizer.step(0.1, tokens, gradients.skip)
+        assert torch.equal(before, model.weight) == (step == 3)
+        try:
+            gradients.check(step)
+        except Failure as e:
+            assert step == 4 and "Step 3: the gradient norm" in str(e) and ", 1.0 on rank 1 on" in str(e), (step, e)
+            print("raised")
+            break
+    assert all(s["step"].item() == 3 for s in optimizer.state.values())
+
+
 def test_all_ranks_skip_the_same_update_and_stop_after_the_same_step():
     """A gradient is infinite on one rank. The next update may be applied; then all ranks raise."""
-    code = """
-from config import parse_args
-from optim import Gradients, make_optimizer
-ranks, model, config = init_ranks(), torch.nn.Linear(4, 4), parse_args(["--clip", "1"])
-optimizer, gradients = make_optimizer(model, config), Gradients(model, config, ranks, None)
-for step in range(1, 6):
-    before = model.weight.detach().clone()
-    model(torch.ones(2, 4)).sum().backward()
-    if step == 3 and ranks.rank == 1:
-        model.weight.grad[0, 0] = float("inf")
-    _, tokens, squared_norm = gradients.global_sums(torch.ones(()), 8)
-    gradients.skip = (~squared_norm.isfinite()).float()
-    optimizer.step(0.1, tokens, gradients.skip)
-    assert torch.equal(before, model.weight) == (step == 3)
-    try:
-        gradients.check(step)
-    except Failure as e:
-        assert step == 4 and "Step 3: the gradient norm" in str(e) and ", 1.0 on rank 1 on" in str(e), (step, e)
-        print("raised")
-        break
-assert all(s["step"].item() == 3 for s in optimizer.state.values())
-"""
-    assert run_ranks(2, code).count("raised") == 2
+    assert run_ranks(2, skip_third_update).count("raised") == 2
 
 
 def test_a_step_without_a_trained_token_is_named():

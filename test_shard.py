@@ -1,5 +1,7 @@
 """shard.py: the oracle is one process that is not sharded; the workers below are real gloo processes under torchrun."""
 
+import ctypes
+import errno
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -9,25 +11,32 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing._internal.logging_tensor import capture_logs_with_logging_tensor_mode
 
 import generate
 import log
+import nf4
 import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_conflicts
 from lib import machine, rows, settle
+from lib import ranks as rank_module
 from lib.errors import Failure, UserError
 from lib.files import ROOT
-from lib.ranks import Ranks
+from lib.parts import local
+from lib.ranks import Ranks, collect, init_ranks, on_every_rank, on_first_rank, set_timeout
 from model import MODELS, Transformer, random_init
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
@@ -89,8 +98,11 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
     return subprocess.CompletedProcess(words, status, out, err)
 
 
-def run_ranks(n: int, code: str, *args: str) -> str:
-    """Runs Python code on n gloo ranks, after a few imports -> what they print. Fails if one of them does."""
+def run_ranks(n: int, code: str | Callable, *args: str) -> str:
+    """Runs a test module's function on n gloo ranks, or Python code after a few imports -> what they print. Fails if
+    one of them does."""
+    if callable(code):
+        code = f"from {code.__module__} import {code.__name__} as work; work()"
     imports = "import sys, torch, shard, test_shard; from dataclasses import replace\n"
     imports += "from lib import machine, ranks as rank_module, run as guard; from lib.parts import *\n"
     imports += "from lib.errors import Failure; from lib.ranks import *\n"
@@ -124,116 +136,131 @@ def peak_rss(reset: bool = False) -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
+def fill_on_every_mesh() -> None:
+    ranks, shard.FILL_BYTES = init_ranks(), 4096
+    kinds = ("tiny-llama3.2", 0, torch.float32, False), ("tiny-mixtral", 3, torch.bfloat16, True)
+    for name, n_experts, dtype, offload in kinds:
+        config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
+        whole = Transformer(config).to(dtype)
+        # Of no norm's or bias's name: random values for these, too.
+        draw = random_init(config, {n + "_": tuple(p.shape) for n, p in whole.named_parameters()}, 0)
+
+        def read(name, slices, draw=draw):
+            return draw(name + "_", slices)
+
+        shard.fill_parameters(whole, read)
+        for size in (1, 2, 4):
+            for load in ("direct", "rank0"):
+                model = allocate(config, shard.make_mesh(size, ranks), dtype, offload=offload)
+                for p in model.parameters():
+                    local(p.detach()).fill_(float("nan"))
+                shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else None, load, ranks)
+                for (n, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+                    assert torch.equal(p.full_tensor(), q) and q.std() > 0, (size, load, n)
+                assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied
+
+
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
-    code = """
-ranks, shard.FILL_BYTES = init_ranks(), 4096
-kinds = ("tiny-llama3.2", 0, torch.float32, False), ("tiny-mixtral", 3, torch.bfloat16, True)
-for name, n_experts, dtype, offload in kinds:
-    config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
-    whole = Transformer(config).to(dtype)
-    # Of no norm's or bias's name: random values for these, too.
-    draw = random_init(config, {n + "_": tuple(p.shape) for n, p in whole.named_parameters()}, 0)
-    read = lambda name, slices: draw(name + "_", slices)
-    shard.fill_parameters(whole, read)
-    for size in (1, 2, 4):
-        for load in ("direct", "rank0"):
-            model = test_shard.allocate(config, shard.make_mesh(size, ranks), dtype, offload=offload)
-            for p in model.parameters():
-                local(p.detach()).fill_(float("nan"))
-            shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else None, load, ranks)
-            for (n, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-                assert torch.equal(p.full_tensor(), q) and q.std() > 0, (size, load, n)
-            assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied
-"""
-    run_ranks(4, code)
+    run_ranks(4, fill_on_every_mesh)
+
+
+def fail_in_reading() -> None:
+    ranks, shard.FILL_BYTES = init_ranks(), 4096
+
+    def read(name, slices):
+        if name.startswith("layers.1."):
+            raise OSError(5, "Input/output error", name)
+        return torch.ones([s.stop - s.start for s in slices])
+
+    read = None if ranks.rank else read
+    for size in (1, 2):
+        model = allocate(MODELS["tiny-llama"], shard.make_mesh(size, ranks))
+        with pytest.raises(Failure, match="Input/output error: 'layers.1."):
+            shard.fill_parameters(model, read, "rank0", ranks)
+    model = Transformer(MODELS["tiny-llama"])
+    nf4.convert(model.layers[1].self_attn.o_proj)
+    with pytest.raises(Failure, match="Input/output error: 'layers.1."):
+        shard.fill_parameters(model, read, "rank0", ranks, only_frozen=True)
 
 
 def test_an_error_of_rank_0_while_it_sends_weights_is_raised_on_all():
-    code = """
-import nf4, pytest
-ranks, shard.FILL_BYTES = init_ranks(), 4096
-def read(name, slices):
-    if name.startswith("layers.1."):
-        raise OSError(5, "Input/output error", name)
-    return torch.ones([s.stop - s.start for s in slices])
-read = None if ranks.rank else read
-for size in (1, 2):
-    model = test_shard.allocate(MODELS["tiny-llama"], shard.make_mesh(size, ranks))
-    with pytest.raises(Failure, match="Input/output error: 'layers.1."):
-        shard.fill_parameters(model, read, "rank0", ranks)
-model = Transformer(MODELS["tiny-llama"])
-nf4.convert(model.layers[1].self_attn.o_proj)
-with pytest.raises(Failure, match="Input/output error: 'layers.1."):
-    shard.fill_parameters(model, read, "rank0", ranks, only_frozen=True)
-"""
-    run_ranks(2, code)
+    run_ranks(2, fail_in_reading)
+
+
+def measure_loading() -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
+    ranks, shard.FILL_BYTES = init_ranks(), 2**20
+
+    def read(name, slices):
+        return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
+
+    models = []  # all are kept, else memory would be used again
+    for dim in (64, 512):  # the first: what the first use takes
+        config = replace(
+            MODELS["tiny-llama"], dim=dim, n_layers=20, n_heads=8, n_kv_heads=8, ffn_dim=dim, vocab_size=8000
+        )
+        for load in ("direct", "rank0"):
+            model = allocate(config, shard.make_mesh(0, ranks), torch.bfloat16)
+            own, largest = sum(local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
+            models.append(model)
+            before = peak_rss(reset=True)
+            shard.fill_parameters(model, read, load, ranks)
+            used = peak_rss() - before
+            room = largest if load == "direct" else 2 * largest
+            assert dim == 64 or 0.9 * own < used < own + room, (load, ranks.rank, used, own, largest)
 
 
 def test_loading_needs_the_shard_and_one_tensor():
     """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks.
     From rank 0: the whole tensor, and its shard twice."""
-    code = """
-import ctypes, os
-os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
-ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
-ranks, shard.FILL_BYTES = init_ranks(), 2**20
-def read(name, slices):
-    return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
-models = []  # all are kept, else memory would be used again
-for dim in (64, 512):  # the first: what the first use takes
-    config = replace(MODELS["tiny-llama"], dim=dim, n_layers=20, n_heads=8, n_kv_heads=8, ffn_dim=dim, vocab_size=8000)
-    for load in ("direct", "rank0"):
-        model = test_shard.allocate(config, shard.make_mesh(0, ranks), torch.bfloat16)
-        own, largest = sum(local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
-        models.append(model)
-        before = test_shard.peak_rss(reset=True)
-        shard.fill_parameters(model, read, load, ranks)
-        used = test_shard.peak_rss() - before
-        room = largest if load == "direct" else 2 * largest
-        assert dim == 64 or 0.9 * own < used < own + room, (load, ranks.rank, used, own, largest)
-"""
-    run_ranks(2, code)
+    run_ranks(2, measure_loading)
+
+
+def meet_faults() -> None:
+    ranks = init_ranks()
+    assert collect(lambda: ranks.rank, ranks) == ([0, 1] if ranks.rank == 0 else [])
+    assert on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
+    assert on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
+    with pytest.raises(Failure, match="^rank 0 on .*: ZeroDivisionError: division by zero$"):
+        on_first_rank(lambda: 1 / 0, ranks)
+
+    class Unsendable(Exception):
+        def __init__(self, *, why):
+            self.lock = threading.Lock()
+            super().__init__(why)
+
+    def fail(error):
+        if ranks.rank == 1:
+            raise error
+
+    for code in (errno.EACCES, errno.EIO, errno.ENOSPC):
+        message = f"^rank 1 on .*{os.strerror(code)}: '/weights/model.safetensors'$"
+        error = OSError(code, os.strerror(code), "/weights/model.safetensors")
+        for helper in (on_every_rank, collect):
+            with pytest.raises(UserError if code == errno.EACCES else Failure, match=message):
+                helper(partial(fail, error), ranks)
+    with pytest.raises(Failure, match="^rank 1 on [^:]*: Unsendable: it holds a lock$"):
+        collect(lambda: fail(Unsendable(why="it holds a lock")), ranks)
+
+    def refuse():
+        raise UserError("no such file")
+
+    with pytest.raises(UserError, match="^no such file\\nrank 1 on [^:]*: no such file$"):
+        on_every_rank(refuse, ranks)
+    mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
+    set_timeout(1, ranks, shard.groups_of(mesh, None))
+    for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier(ranks.control)
+    os._exit(0)
 
 
 def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for():
     """The second rank comes to no collective; it ends when the first has given up waiting."""
-    code = """
-import errno, os, pytest, threading, torch.distributed as dist
-ranks = init_ranks()
-assert collect(lambda: ranks.rank, ranks) == ([0, 1] if ranks.rank == 0 else [])
-assert on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
-assert on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
-with pytest.raises(Failure, match="^rank 0 on .*: ZeroDivisionError: division by zero$"):
-    on_first_rank(lambda: 1 / 0, ranks)
-class Unsendable(Exception):
-    def __init__(self, *, why):
-        self.lock = threading.Lock()
-        super().__init__(why)
-def fail(error):
-    if ranks.rank == 1:
-        raise error
-for code in (errno.EACCES, errno.EIO, errno.ENOSPC):
-    message = f"^rank 1 on .*{os.strerror(code)}: '/weights/model.safetensors'$"
-    error = OSError(code, os.strerror(code), "/weights/model.safetensors")
-    for helper in (on_every_rank, collect):
-        with pytest.raises(UserError if code == errno.EACCES else Failure, match=message):
-            helper(lambda: fail(error), ranks)
-with pytest.raises(Failure, match="^rank 1 on [^:]*: Unsendable: it holds a lock$"):
-    collect(lambda: fail(Unsendable(why="it holds a lock")), ranks)
-def refuse():
-    raise UserError("no such file")
-with pytest.raises(UserError, match="^no such file\\nrank 1 on [^:]*: no such file$"):
-    on_every_rank(refuse, ranks)
-mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
-set_timeout(1, ranks, shard.groups_of(mesh, None))
-for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
-    with pytest.raises(RuntimeError):
-        dist.all_reduce(torch.ones(1), group=group)
-dist.barrier(ranks.control)
-os._exit(0)
-"""
-    run_ranks(2, code)
+    run_ranks(2, meet_faults)
 
 
 @pytest.mark.parametrize("words, device, chosen", [
@@ -307,25 +334,26 @@ def test_out_of_memory_is_one_message():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def count_prefetches() -> None:
+    ranks, units = init_ranks(), ["embed_tokens", *range(4), "lm_head"]
+    for depth in (0, 1, 2):
+        config, mesh = replace(MODELS["tiny-llama"], n_layers=4), shard.make_mesh(0, ranks)
+        model = fill(allocate(config, mesh, prefetch=depth, reshard="always"))
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        model(tokens, tokens).backward()
+        with torch.profiler.profile() as profile:
+            model(tokens, tokens).backward()
+        early = [e.name for e in profile.events() if "_prefetch for " in e.name]
+        forward = [name for name in early if "FSDP::forward_prefetch" in name]
+        assert len(forward) == sum(len(units[i : i + depth]) for i in range(len(units) + 1)), (depth, early)
+        assert forward[:1] == ["FSDP::forward_prefetch for embed_tokens"] * (depth > 0), early
+        assert any("FSDP::backward_prefetch" in name for name in early), (depth, early)
+
+
 def test_prefetch_gathers_units_before_their_turn():
     """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
     backward only."""
-    code = """
-ranks, units = init_ranks(), ["embed_tokens", *range(4), "lm_head"]
-for depth in (0, 1, 2):
-    config, mesh = replace(MODELS["tiny-llama"], n_layers=4), shard.make_mesh(0, ranks)
-    model = test_shard.fill(test_shard.allocate(config, mesh, prefetch=depth, reshard="always"))
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    model(tokens, tokens).backward()
-    with torch.profiler.profile() as profile:
-        model(tokens, tokens).backward()
-    early = [e.name for e in profile.events() if "_prefetch for " in e.name]
-    forward = [name for name in early if "FSDP::forward_prefetch" in name]
-    assert len(forward) == sum(len(units[i : i + depth]) for i in range(len(units) + 1)), (depth, early)
-    assert forward[:1] == ["FSDP::forward_prefetch for embed_tokens"] * (depth > 0), early
-    assert any("FSDP::backward_prefetch" in name for name in early), (depth, early)
-"""
-    run_ranks(2, code)
+    run_ranks(2, count_prefetches)
 
 
 def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
@@ -347,33 +375,37 @@ def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tm
     assert machine.find_device(1).type == "cpu"
 
 
+def watch_reduced_gradients() -> None:
+    ranks, tokens, held = init_ranks(), torch.zeros(1, 8, dtype=torch.long), []
+    for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
+        for offload in (False, True)[ranks.world_size == 1 :]:
+            mesh = shard.make_mesh(size, ranks, offload)
+            model = fill(allocate(MODELS["tiny-llama"], mesh, offload=offload))
+            groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
+
+            def note(_=None, groups=groups):
+                keeps = [g._all_reduce_state is not None or g._partial_reduce_output is not None for g in groups]
+                held.append(sum(keeps))
+
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(note)
+            for last in (False, True):
+                held.clear()
+                shard.prepare_backward(model, last)
+                model(tokens, tokens).backward()
+                note()
+                complete = all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
+                if size == ranks.world_size:
+                    assert complete and not any(held), (size, offload, last, held)
+                else:
+                    assert complete == last and max(held) >= len(groups) - 1, (size, offload, last, held)
+
+
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_several_replicas_make_units_keep_reduced_gradients(world_size):
     """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
     replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
-    code = """
-ranks, tokens = init_ranks(), torch.zeros(1, 8, dtype=torch.long)
-for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
-    for offload in (False, True)[ranks.world_size == 1 :]:
-        mesh = shard.make_mesh(size, ranks, offload)
-        model = test_shard.fill(test_shard.allocate(MODELS["tiny-llama"], mesh, offload=offload))
-        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
-        def note(_=None):
-            held.append(sum(g._all_reduce_state is not None or g._partial_reduce_output is not None for g in groups))
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(note)
-        for last in (False, True):
-            held = []
-            shard.prepare_backward(model, last)
-            model(tokens, tokens).backward()
-            note()
-            complete = all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
-            if size == ranks.world_size:
-                assert complete and not any(held), (size, offload, last, held)
-            else:
-                assert complete == last and max(held) >= len(groups) - 1, (size, offload, last, held)
-"""
-    run_ranks(world_size, code)
+    run_ranks(world_size, watch_reduced_gradients)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
