@@ -50,15 +50,23 @@ def list_files(spec: str, flag: str) -> tuple[object, list[dict]]:
     return store, entries
 
 
-def _list(store, path):
-    try:  # a name may hold * ? and []; `store.exists` would take a cut connection for a missing file
-        info = store.info(path)
-        if info["type"] != "directory":
-            return [info]
-        path = glob.escape(path) + "/*"
-    except (FileNotFoundError, NotADirectoryError):
-        if path.startswith("http") and "*" not in path:  # it may be a server that does not answer
+def find_info(store, path: str) -> dict | None:
+    """The entry of a file or folder; None if there is none. `store.exists` would take a cut connection for a missing
+    file, and fsspec calls a file missing if a web server does not answer."""
+    try:
+        return store.info(path)
+    except (FileNotFoundError, NotADirectoryError) as e:
+        if path.startswith("http") and getattr(e.__cause__, "status", 0) not in (403, 404, 410):
             raise
+        return None
+
+
+def _list(store, path):
+    info = find_info(store, path)  # a name may hold * ? and []
+    if info and info["type"] != "directory":
+        return [info]
+    if info:
+        path = glob.escape(path) + "/*"
     infos = store.glob(path, detail=True)
     # A page with links tells no sizes.
     return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
@@ -129,10 +137,11 @@ def store_errors(address: str) -> Iterator[None]:
         is_ours = type(error).__module__ == "builtins" and not isinstance(error, OSError)
         if is_ours or repo or "://" not in address or isinstance(error, Message):
             raise
-        is_refusal = getattr(error, "status", 0) in (400, 401, 403, 404, 410) or "Credential" in type(error).__name__
-        # fsspec calls a web server that does not answer a missing file.
+        cause = error.__cause__ or error
+        status = getattr(cause, "status", 0)  # of a web server
+        is_refusal = 400 <= status < 500 and status not in (408, 429) or "Credential" in type(error).__name__
         is_missing = isinstance(error, (FileNotFoundError, PermissionError)) and not isinstance(
             error.__cause__, OSError
         )
-        kind = UserError if is_refusal or is_missing else Failure
-        raise kind(f"{address}: {error.__cause__ or error!r}") from None
+        kind = UserError if is_refusal or is_missing and not status else Failure
+        raise kind(f"{address}: {cause!r}") from None

@@ -227,7 +227,9 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
     first = "en/c4-train.00000-of-00003.json.gz"
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.faults[first] = [("",), ("cut", 30), ("status", 429, {"Retry_After": 0}), ("status", 503)]
+    monkeypatch.setattr("lib.files.WAITS", (0,) * 5)
+    hub.faults[first] = [("cut", 30), ("cut", 30), ("",), ("cut", 30)]
+    hub.faults[first] += [("status", 429, {"Retry_After": 0}), ("status", 503)]
     batches, state = run(config(C4, lanes=3), 3)
     assert batches == expected[:3] and not hub.faults[first]
     monkeypatch.setitem(COMMITS, "main", "f" * 40)

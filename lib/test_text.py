@@ -367,6 +367,7 @@ def test_what_is_not_there_or_of_no_use_is_named(tmp_path, spec, message):
     (tmp_path / "books").mkdir()
     (tmp_path / "a.dat").touch()
     assert message in refused(find_files, str(tmp_path / spec), "--data")
+    assert "--data: an entry is empty" in refused(find_files, "", "--data")  # as in --data "$UNSET"
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, caplog):

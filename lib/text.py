@@ -54,7 +54,7 @@ from lib.files import (
 from lib.hub import local_path
 from lib.progress import advance
 from lib.readers import FORMATS, SHARD, STDIN, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
-from lib.stores import bare, fetch, list_files, store_errors, version_of
+from lib.stores import bare, fetch, find_info, list_files, store_errors, version_of
 from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
 # The sources in lib/ that decide how text becomes tokens.
@@ -139,6 +139,8 @@ def find_entry(spec: str, flag: str, config) -> list[TextFile]:
 def find_files(spec: str, flag: str) -> list[TextFile]:
     """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
     shards or, if it has none, for its files of text, without a README.md that describes files of other formats."""
+    if not spec:
+        raise UserError(f"{flag}: an entry is empty")
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, os.urandom(16).hex())]
     spec = spec.removeprefix("file://")
@@ -217,7 +219,7 @@ def _download(files, parent, folder):
             return
         store, names, index = files[0].store, [file.name for file in files], f"{parent}/{INDEX}"
         os.makedirs(f"{folder}.part", exist_ok=True)
-        for name in names + [index] * (files[0].kind == SHARD and store.exists(index)):
+        for name in names + [index] * (files[0].kind == SHARD and find_info(store, index) is not None):
             fetch(store, name, f"{folder}.part/{os.path.basename(bare(name))}")
         os.replace(f"{folder}.part", folder)
 
