@@ -17,11 +17,6 @@ from torch import Tensor
 from shapes import ModelConfig
 
 
-def rope_linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Position interpolation (arXiv 2306.15595): all frequencies are divided by the factor."""
-    return frequencies / config.rope_scaling.factor
-
-
 def rope_llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
     """Llama 3.1 (arXiv 2407.21783 section 3.4): slow frequencies are divided by the factor."""
     scaling = config.rope_scaling
@@ -48,8 +43,14 @@ def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
     return frequencies.lerp(frequencies / scaling.factor, slow.clamp(0.0, 1.0))
 
 
-# Dynamic NTK scaling changes nothing in rows of up to max_seq_len tokens. rope_table refuses longer rows.
-ROPES = {"linear": rope_linear, "llama3": rope_llama3, "yarn": rope_yarn, "dynamic": lambda frequencies, _: frequencies}
+# Linear: position interpolation (arXiv 2306.15595). Dynamic NTK scaling changes nothing in rows of up to max_seq_len
+# tokens. rope_table refuses longer rows.
+ROPES = {
+    "linear": lambda frequencies, config: frequencies / config.rope_scaling.factor,
+    "llama3": rope_llama3,
+    "yarn": rope_yarn,
+    "dynamic": lambda frequencies, _: frequencies,
+}
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device, kind: str = "full") -> tuple[Tensor, float]:

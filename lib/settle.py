@@ -141,19 +141,17 @@ def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
 def first_values(config: Config, model: Transformer, weights):
     """read(name, slices) of the values that training starts from: --weights, or random values, which every rank draws
     itself."""
+    files = []
     if config.model not in MODELS:
-        _say(dropout_note(local_path(config.model, "--model") / "config.json"))
+        files.append(local_path(config.model, "--model") / "config.json")
     if config.lora_weights:
-        _say(dropout_note(local_path(config.lora_weights, "--lora_weights") / "adapter_config.json"))
+        files.append(local_path(config.lora_weights, "--lora_weights") / "adapter_config.json")
+    for note in filter(None, map(dropout_note, files)):
+        logger.info(note)
     if config.weights:
-        _say(f"Reading weights from {config.weights}")
+        logger.info(f"Reading weights from {config.weights}")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     read = weights or random_init(config.model_config, shapes, config.seed)
     if config.lora and not config.lora_weights:
         read = lora.join(read, lora.first_values(config, shapes))
     return read
-
-
-def _say(note: str) -> None:
-    if note:
-        logger.info(note)
