@@ -229,10 +229,9 @@ def find_files(folder: Path) -> list[Path]:
         return [single]
     if not index.exists():
         raise UserError(
-            f"{folder} holds neither model.safetensors nor its index (`python download.py ORG/NAME` adds what"
-            " --skip_model left out). Pickles are not loaded: they can run code. If you trust its source, convert it in"
-            " Python: from transformers import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto')"
-            ".save_pretrained(NEW)"
+            f"{folder} holds neither model.safetensors nor its index (`python download.py ORG/NAME` adds them). Pickles"
+            " are not loaded: they can run code. If you trust its source, convert it in Python: from transformers"
+            " import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW)"
         )
     table = read_object(index).get("weight_map")
     if not isinstance(table, dict):
@@ -361,10 +360,8 @@ def open_adapter(folder: Path, config: Settings) -> Read:
     """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters."""
     rank, alpha, targets = adapter_flags(folder).values()
     if (rank, alpha, {*targets}) != (config.lora, config.lora_alpha, {*config.lora_targets}):
-        raise UserError(
-            f"--lora_weights {folder}: the adapter does not match the flags; give --lora {rank} --lora_alpha {alpha}"
-            f" --lora_targets {','.join(targets)}, or none of the three"
-        )
+        flags = f"--lora {rank} --lora_alpha {alpha} --lora_targets {','.join(targets)}"
+        raise UserError(f"--lora_weights {folder}: give {flags}, or none of the three")
     return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"], MERGE)
 
 
