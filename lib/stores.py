@@ -43,8 +43,9 @@ def list_files(spec: str, flag: str) -> tuple[object, list[dict]]:
             folder = next(parent for parent in path.parents if parent.exists())
             path = Path(glob.escape(str(folder)), path.relative_to(folder))
         return None, _list(LocalFileSystem(), str(path))
-    store, path = _open_hub(spec, flag) if spec.startswith("hf://") else _open_store(spec, flag)
-    entries = [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
+    with store_errors(spec):
+        store, path = _open_hub(spec, flag) if spec.startswith("hf://") else _open_store(spec, flag)
+        entries = [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
     if odd := [entry for entry in entries if not isinstance(entry["size"] or 0, int)]:
         raise UserError(f"{flag} {odd[0]['name']}: its size in the listing is {odd[0]['size']!r}")
     return store, entries
@@ -140,8 +141,6 @@ def store_errors(address: str) -> Iterator[None]:
         cause = error.__cause__ or error
         status = getattr(cause, "status", 0)  # of a web server
         is_refusal = 400 <= status < 500 and status not in (408, 429) or "Credential" in type(error).__name__
-        is_missing = isinstance(error, (FileNotFoundError, PermissionError)) and not isinstance(
-            error.__cause__, OSError
-        )
-        kind = UserError if is_refusal or is_missing and not status else Failure
+        is_missing = not status and isinstance(error, (FileNotFoundError, PermissionError))
+        kind = UserError if is_refusal or is_missing and not isinstance(error.__cause__, OSError) else Failure
         raise kind(f"{address}: {cause!r}") from None

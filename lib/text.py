@@ -144,12 +144,7 @@ def find_files(spec: str, flag: str) -> list[TextFile]:
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, os.urandom(16).hex())]
     spec = spec.removeprefix("file://")
-
-    def ask():
-        with store_errors(spec):
-            return list_files(spec, flag)
-
-    store, entries = retry(ask)
+    store, entries = retry(lambda: list_files(spec, flag))
     files = [
         TextFile(entry["name"], entry["size"] or 0, version_of(entry), store)
         for entry in entries
