@@ -7,6 +7,7 @@ import pickle
 import pkgutil
 import re
 import shutil
+import sys
 import zlib
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,16 +21,17 @@ import torch
 
 import checkpoint
 import plan
+import shard
 from config import parse_args
 from lib import progress
-from lib.errors import UserError, describe_error
+from lib.errors import Failure, UserError, describe_error
 from lib.files import read_object
-from lib.parts import shard_slices
-from lib.ranks import ALONE, Ranks
-from lib.weights import load_model
+from lib.parts import local, shard_slices
+from lib.ranks import ALONE, Ranks, init_ranks, leave
+from lib.weights import export_trained, load_model
 from model import Transformer
 from optim import make_optimizer
-from test_shard import fill, run_ranks
+from test_shard import allocate, fill, run_ranks
 
 SMALL = ["--model", "tiny-llama", "--dim", "16", "--n_heads", "2", "--n_kv_heads", "1", "--n_layers", "1"]
 SMALL += ["--ffn_dim", "16", "--seq_len", "16"]
@@ -110,41 +112,38 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
         checkpoint.refuse_changes(checkpoint.find(config)[0], config)
 
 
-RESHARD = """
-import checkpoint, test_checkpoint
-from lib.weights import export_trained
-from pathlib import Path
-from config import parse_args
-from optim import make_optimizer
-ranks = init_ranks()
-run = Path(sys.argv[2])
-flags = "--model {name} --optimizer {optimizer} --dtype fp32 --compile none".split()
-config = parse_args(["--out", str(run), *flags])
-mesh = shard.make_mesh({size}, ranks)
-model = test_shard.allocate(config.model_config, mesh)
-optimizer = make_optimizer(model, config)
-read, bytes_read = checkpoint.TensorFile.read, []
-def count(*args):
-    values = read(*args)
-    bytes_read.append(values.nbytes)
-    return values
-checkpoint.TensorFile.read = count
-checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks, replace(config, load="rank0"))
-state = [t for tensors in optimizer.state.values() for t in tensors.values()]
-assert sum(bytes_read) == sum(local(t).nbytes for t in (*state, *model.parameters()))
-test_checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks, mesh)
-saved = checkpoint.find(config)[0]
-checkpoint.restore(saved, model, optimizer, ranks, config)
-test_checkpoint.save(run, 5, model, optimizer, {{"samples": 5}}, config, ranks, mesh, 4)
-export_trained(saved, run / "hf", torch.float32, ranks, shard_gb=1e-4)
-if ranks.rank == 1:
-    checkpoint._write_shards = lambda *args: open("/no/such/folder")
-try:
-    test_checkpoint.save(run, 6, model, optimizer, {{}}, config, ranks, mesh, 5)
-except Failure as e:
-    print(f"refused: {{e}}")
-leave(ranks)
-"""
+def reshard() -> None:
+    """A rank that loads, saves and exports."""
+    run, name, size, optimizer = Path(sys.argv[2]), *sys.argv[3:]
+    ranks = init_ranks()
+    config = parse_args(["--out", str(run), *RESHARDED, "--model", name, "--optimizer", optimizer])
+    mesh = shard.make_mesh(int(size), ranks)
+    model = allocate(config.model_config, mesh)
+    optimizer = make_optimizer(model, config)
+    read, bytes_read = checkpoint.TensorFile.read, []
+
+    def count(*args):
+        values = read(*args)
+        bytes_read.append(values.nbytes)
+        return values
+
+    checkpoint.TensorFile.read = count
+    checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks, replace(config, load="rank0"))
+    state = [t for tensors in optimizer.state.values() for t in tensors.values()]
+    assert sum(bytes_read) == sum(local(t).nbytes for t in (*state, *model.parameters()))
+    save(run, 4, model, optimizer, {"samples": 5}, config, ranks, mesh)
+    saved = checkpoint.find(config)[0]
+    checkpoint.restore(saved, model, optimizer, ranks, config)
+    save(run, 5, model, optimizer, {"samples": 5}, config, ranks, mesh, 4)
+    export_trained(saved, run / "hf", torch.float32, ranks, shard_gb=1e-4)
+    if ranks.rank == 1:
+        checkpoint._write_shards = lambda *args: Path("/no/such/folder").stat()
+    with pytest.raises(Failure, match="rank 1 on .*/no/such/folder"):
+        save(run, 6, model, optimizer, {}, config, ranks, mesh, 5)
+    leave(ranks)
+
+
+RESHARDED = ["--dtype", "fp32", "--compile", "none"]
 
 
 @pytest.mark.parametrize("name, size, ranks, optimizer", [
@@ -153,17 +152,16 @@ leave(ranks)
 def test_ranks_load_save_and_export_every_bit(tmp_path, name, size, ranks, optimizer):
     """1 rank -> several, on full, hybrid and uneven meshes -> the same -> 1 rank. Every rank reads only what it keeps,
     whatever --load is. They share an export. An error of one in a save is an error on all."""
-    script = RESHARD.format(name=name, size=size, optimizer=optimizer)
-    flags = ["--model", name, "--optimizer", optimizer, "--dtype", "fp32", "--compile", "none"]
-    config, model, optimizer = make_state(tmp_path, *flags)
-    save(tmp_path, 3, model, optimizer, {}, config)
-    assert run_ranks(ranks, script, str(tmp_path)).count("refused: rank 1 on") == ranks
+    flags = [*RESHARDED, "--model", name, "--optimizer", optimizer]
+    config, model, state = make_state(tmp_path, *flags)
+    save(tmp_path, 3, model, state, {}, config)
+    run_ranks(ranks, reshard, str(tmp_path), name, str(size), optimizer)
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-00000004", "step-00000005"}
     _, other, other_optimizer = make_state(tmp_path, *flags, steps=0)
     found, _ = checkpoint.find(config)
     assert found.step == 5
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
-    assert_equal(model, optimizer, other, other_optimizer)
+    assert_equal(model, state, other, other_optimizer)
     assert_same_weights(load_model(tmp_path / "hf"), model)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
 
