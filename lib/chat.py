@@ -333,8 +333,8 @@ def render_chat(
     else:
         places = _find_answers(render, messages, answers, text, control)
     if notes is not None:
-        _refuse_lost(render, messages, inputs)
         fields = {name: value for part in (inputs, *messages) for name, value in part.items()}
+        _refuse_lost(render, messages, inputs, [name for name in TOLD if name in fields])
         known = {"role", "content", "weight", *REASONING, *TOLD}
         notes += _unread({name: fields[name] for name in fields if name not in known and name not in template})
         if "strftime_now" in template:
@@ -446,16 +446,16 @@ def _choose_answers(messages, answers, places, text, control, notes) -> list[tup
     return chosen if known else places
 
 
-def _refuse_lost(render, messages, inputs) -> None:
-    """UserError if the template does not render a field of TOLD, judged by the last message that has it."""
-    for name in TOLD:
+def _refuse_lost(render, messages, inputs, names) -> None:
+    """UserError if the template does not render one of these fields, judged by the last message that has it."""
+    for name in names:
         holders = [k for k, m in enumerate(messages) if m.get(name) not in EMPTY and m["role"] != "tool"]
         some = messages[: holders[-1] + 1] if holders else messages
         value = some[-1][name] if holders else inputs.get(name)
         if value in EMPTY:
             continue
-        names = REASONING if name in REASONING else (name,)
-        without = [{n: v for n, v in message.items() if n not in names} for message in some]
+        same = REASONING if name in REASONING else (name,)
+        without = [{n: v for n, v in message.items() if n not in same} for message in some]
         try:
             is_lost = render(some) == render(without, False, {n: v for n, v in inputs.items() if n != name})
         except UserError:

@@ -53,9 +53,12 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str, is_first: bool) -> tuple[list[int], Callable[[], list[tuple[int, int]]]]:
         """-> (ids, a function that gives the place of each of them in the text, in characters)"""
-        with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
+        try:
             text.encode()  # not every library refuses half of a surrogate pair
             ids, offsets = self._encode(text, is_first)
+        except BaseException:
+            with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
+                raise
         if not self.reserved.isdisjoint(ids):
             raise UserError(f"The tokenizer reads a part of the text {text!r:.80} as a control token")
         return ids, offsets
