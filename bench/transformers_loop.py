@@ -39,6 +39,7 @@ def main(argv: list[str]) -> None:
         raise UserError("transformers' loop has neither --lora nor --documents separate")
     how, auto = {"dtype": DTYPES[config.param_dtype], "attn_implementation": "sdpa"}, transformers.AutoModelForCausalLM
     shape = transformers.AutoConfig.for_model(**config_json(config.model_config, "float32"))
+    torch.manual_seed(config.seed)
     with device:  # random values for 3 B parameters take a CPU minutes
         model = auto.from_pretrained(config.weights, **how) if config.weights else auto.from_config(shape, **how)
     model.config.use_cache = False
