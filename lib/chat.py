@@ -157,17 +157,13 @@ def _unread(fields: dict) -> Notes:
 
 def parse_field(value, name: str, kind: type = list):
     """A list, dict or text; a list or dict may be JSON text."""
-    parsed = value if isinstance(value, kind) else _parse(value)
+    parsed = value
+    if not isinstance(value, kind):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            parsed = json.loads(value)
     if isinstance(parsed, kind):
         return parsed
     raise UserError(f"{name} is {value!r:.80}, expected a {kind.__name__}, also as JSON")
-
-
-def _parse(value):
-    """The value of JSON text; any other value unchanged."""
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        return json.loads(value)
-    return value
 
 
 def map_values(value, function: Callable):
@@ -215,9 +211,8 @@ def _read_message(message) -> dict:
 def _read_call(call):
     call = parse_field(call, "a tool call", dict)
     function = parse_field(call.get("function", call), "a tool call", dict)
-    arguments = _parse(function.get("arguments"))
-    if isinstance(arguments, dict):
-        function = function | {"arguments": arguments}
+    with contextlib.suppress(UserError):  # other arguments stay as they are
+        function = function | {"arguments": parse_field(function.get("arguments"), "arguments", dict)}
     return call | {"function": function} if "function" in call else function
 
 
