@@ -385,9 +385,11 @@ def test_missing_files_are_refused_before_torch_is_imported(tmp_path, flags, mes
     (tmp_path / "torch.py").write_text("raise SystemExit(9)")
     (tmp_path / "train.txt").write_text("x")
     words = [*flags.format(tmp=tmp_path).split(), "--out", tmp_path / "run"]
-    how = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": str(tmp_path), "RANK": "0"}}
+    how = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
     done = subprocess.run([sys.executable, ROOT / "train.py", *words], **how)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     found = subprocess.run([sys.executable, ROOT / "train.py", "--data", tmp_path / "t*.txt"], **how)
     assert found.returncode == 9, "torch is imported"
+    how["env"]["RANK"] = "0"  # under torchrun the run reports its errors itself
+    assert subprocess.run([sys.executable, ROOT / "train.py", "--data", "/nope"], **how).returncode == 9

@@ -174,8 +174,9 @@ def find_files(spec: str, flag: str) -> list[TextFile]:
 
 def refuse_missing(config):
     """Refuses paths that do not exist, before torch is imported, with the messages of those who open them -> config.
-    Only rank 0 of a fresh run looks: other machines may lack the files, and a run that continues may need none."""
-    if os.environ.get("RANK", "0") != "0" or Path(config.out, "checkpoints").exists():
+    Not under torchrun, where a run reports its errors itself and machines may lack files, nor for a run that continues,
+    which may need none."""
+    if "RANK" in os.environ or Path(config.out, "checkpoints").exists():
         return config
     for flag in ("data", "val_data"):
         for spec, _ in map(split_weight, getattr(config, flag)):
