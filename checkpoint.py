@@ -149,8 +149,8 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
     if len(shards) > mesh["shard"].size():
         listed = " | ".join(map(", ".join, sorted(shards.values(), key=len)))
         raise Failure(
-            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. The"
-            " hardware may be faulty; the same command resumes from the newest checkpoint, in which they were equal"
+            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. In the"
+            " newest checkpoint they were; the same command resumes from it"
         )
 
 
