@@ -7,19 +7,17 @@
 The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
 and end as in transformers.
 
-A model computes nonsense at positions that it was not trained on. Therefore its window is as long as the rows of the
-training: when it is full, the model reads its newer half again, and continues from there."""
+A model computes nonsense at positions that it was not trained on. Therefore a text ends at the length of the rows of
+the training."""
 
 import argparse
-import functools
-import itertools
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, check_words, naming, prepare_python, run_script, within
-from lib.files import read_file, read_json
+from lib.errors import Parser, UserError, check_words, prepare_python, run_script, within
+from lib.files import read_json
 from lib.hub import local_path
 
 # ---- the command line, understood before torch is imported, which takes seconds
@@ -29,7 +27,6 @@ FLAGS = {
     "--prompt": dict(nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation"),
     "--chat": dict(action="store_true", help="a conversation; without --prompt, each line of the input is a message"),
     "--system": dict(metavar="TEXT", help="with --chat: the system message"),
-    "--tools": dict(metavar="FILE", help="with --chat: a JSON list of tools; none is run"),
     "--tokens": dict(default=300, type=within(int, 1), help="new tokens at most (%(default)s)"),
     "--temperature": dict(default=0.8, type=within(float, 0), help="0 = always the most probable token (%(default)s)"),
     "--top_k": dict(default=0, type=within(int, 0), help="choose among the k most probable tokens (0 = all)"),
@@ -44,8 +41,8 @@ FLAGS = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
-    if (args.system is not None or args.tools) and not args.chat:
-        raise UserError("--system and --tools are parts of a conversation: give --chat too")
+    if args.system is not None and not args.chat:
+        raise UserError("--system is part of a conversation: give --chat too")
     return args
 
 
@@ -59,12 +56,12 @@ from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
 from checkpoint import newest
-from lib.chat import chat_template, parse_field, render_chat
+from lib.chat import chat_template, render_chat
 from lib.families import read_config
 from lib.folders import Read, open_trained, open_weights
 from lib.machine import find_device
 from lib.run import Run
-from lib.text import knows_text
+from lib.text import knows_text, warn_once
 from lib.tokenizer import load_tokenizer
 from lib.weights import empty_model
 from log import logger
@@ -110,11 +107,6 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    logger.warning(message)
-
-
 @torch.no_grad()
 def sample(
     model: Transformer,
@@ -126,24 +118,18 @@ def sample(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """ids [B, T] -> yields n times the next ids [B], on the CPU. context: the number of tokens in the model's window.
+    """ids [B, T] -> yields n times the next ids [B], on the CPU. The model reads at most `context` tokens.
 
     All ranks must call, and take the same number of ids: sharded models compute each forward pass together."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    if ids.shape[1] + n > context:
-        warn_once(f"After {context} tokens, as in training, it sees only the last {context // 2} to {context} tokens")
-    windows = [block.self_attn.window for block in model.layers]
-    text, cache = ids, [KVCache(window) for window in windows]
-    for _ in range(n):
-        if cache[0].length + ids.shape[1] > context:
-            ids, cache = text[:, -max(1, context // 2) :], [KVCache(window) for window in windows]
+    cache = [KVCache(block.self_attn.window) for block in model.layers]
+    for _ in range(min(n, context + 1 - ids.shape[1])):
         with uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)
         yield new
         ids = new[:, None]
-        text = torch.cat((text, ids), 1)
 
 
 def generate_text(
@@ -197,112 +183,80 @@ class Source(NamedTuple):
     context: int  # tokens of the longest text that it was trained on
     bos: bool  # whether a text begins with BOS
     stop: Iterable[int]
-    chats: bool  # whether it has a chat template, or was trained on conversations
-
-    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
-        model = empty_model(self.config, dtype or self.dtype, device)
-        fill_parameters(model, self.read)
-        return model
 
 
 def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
-    """spec: a run folder, a Hugging Face folder, or the hub id of one. tokenizer: None for its own. chat: texts also
-    end at the end of a turn."""
+    """spec: a run folder (its newest intact checkpoint, in the dtype that the run computed in), or a Hugging Face
+    folder or hub id (in the dtype that config.json names; float16 is computed in fp32). tokenizer: None for its own.
+
+    Like with transformers, a text of a Hugging Face folder ends at the eos_token_id of generation_config.json, or else
+    of config.json. chat: it also ends at the end of a turn."""
     folder = local_path(spec, "--run")
-    if (folder / "checkpoints").is_dir():
-        source = open_run(folder, tokenizer)
-    elif (folder / "config.json").is_file():
-        source = open_hf_folder(folder, tokenizer, chat)
+    is_run = (folder / "checkpoints").is_dir()
+    if is_run:
+        saved = newest(folder)
+        config, shape, read = saved.config, saved.model_config, open_trained(saved)
+        if not (tokenizer or knows_text(config)):
+            raise UserError(f"--run {folder} was trained on token shards: name the --tokenizer that made them")
+        print(f"{folder}, step {saved.step}", file=sys.stderr)
+        own_tokenizer, context = config.tokenizer, config.trained_length(shape)
+        dtype = DTYPES.get(config.dtype, torch.float32)
     else:
-        raise UserError(f"--run {spec} holds neither the checkpoints of a run nor a model's config.json")
-    ids, room = source.tokenizer.vocab_size, source.config.vocab_size
-    if ids > room:
-        raise UserError(
-            f"--run {spec}: the tokenizer has {ids} ids, the model a vocabulary of {room}: name the --tokenizer that it"
-            " was trained with"
-        )
-    return source
-
-
-def open_run(run: Path, tokenizer: str | None) -> Source:
-    """The newest intact checkpoint, in the dtype that the run computed in."""
-    found = newest(run)
-    if not (tokenizer or knows_text(found.config)):
-        raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
-    print(f"{run}, step {found.step}", file=sys.stderr)
-    tokens = load_tokenizer(tokenizer or found.config.tokenizer)
-    return Source(
-        config=found.model_config,
-        read=open_trained(found),
-        dtype=DTYPES.get(found.config.dtype, torch.float32),
-        tokenizer=tokens,
-        context=found.config.trained_length(found.model_config),
-        bos=True,
-        stop=tokens.stop_ids,
-        chats=bool(tokens.chat_template or found.manifest["position"].get("chat")),
-    )
-
-
-def open_hf_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
-    """In the dtype that config.json names; float16 is computed in fp32. Like with transformers, a text ends at the
-    eos_token_id of generation_config.json, or else of config.json."""
-    shape, values = read_config(folder), read_json(folder / "config.json")
-    tokens = load_tokenizer(tokenizer or str(folder))
-    return Source(
-        config=shape,
-        read=open_weights(folder, shape),
-        dtype=torch.bfloat16 if "bfloat16" in (values.get("dtype"), values.get("torch_dtype")) else torch.float32,
-        tokenizer=tokens,
-        context=shape.max_seq_len,
-        bos=tokens.adds_bos,
-        stop=tokens.stop_ids if chat else tokens.eos_ids,
-        chats=bool(tokens.chat_template),
-    )
+        shape, values = read_config(folder), read_json(folder / "config.json")
+        read, own_tokenizer, context = open_weights(folder, shape), str(folder), shape.max_seq_len
+        dtype = torch.bfloat16 if "bfloat16" in (values.get("dtype"), values.get("torch_dtype")) else torch.float32
+    tokens = load_tokenizer(tokenizer or own_tokenizer)
+    if tokens.vocab_size > shape.vocab_size:
+        raise UserError(f"--run {spec}: the tokenizer has {tokens.vocab_size} ids, the model {shape.vocab_size}")
+    stop = tokens.stop_ids if is_run or chat else tokens.eos_ids
+    return Source(shape, read, dtype, tokens, context, is_run or tokens.adds_bos, stop)
 
 
 # ---- the command line
 
 
+def write_answer(model: Transformer, source: Source, ids: list[int], number: int, args: argparse.Namespace) -> str:
+    """Prints the text after a prompt, token by token -> the text. Ctrl-C stops an answer to a typed message."""
+    room = source.context + 1 - len(ids)
+    if room < 1:
+        raise UserError(f"The text has {len(ids)} tokens already, and the model reads at most {source.context}")
+    chosen = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed + number}
+    how = {"n": args.tokens, "context": source.context, "stop": source.stop, **chosen}
+    pieces = []
+    try:
+        for piece in generate_text(model, source.tokenizer, ids, not args.chat, **how):
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if args.prompt or not args.chat:
+            raise
+    print()
+    if len(pieces) > min(args.tokens, room):
+        print(f"(stopped at token {len(pieces) - 1})", file=sys.stderr)
+    return "".join(pieces)
+
+
 def typed_lines() -> Iterator[str]:
-    """The lines of standard input, without empty ones. Ctrl-C discards a line that is being typed."""
-    while True:
-        line = ""
-        try:
+    """The lines of standard input, without empty ones."""
+    with contextlib.suppress(EOFError):
+        while True:
             line = input("> " if sys.stdin.isatty() else "")
-            line.encode()  # in some locales, bytes that are not UTF-8 become surrogates
-        except EOFError:
-            return
-        except UnicodeError as e:
-            raise UserError(f"Standard input is not UTF-8 at position {e.start} of a line: convert it") from None
-        except KeyboardInterrupt:
-            print()
-        if line.strip():
-            yield line
+            if line.strip():
+                yield line
 
 
-def converse(model: Transformer, source: Source, tools: list, args: argparse.Namespace, **how) -> None:
+def converse(model: Transformer, source: Source, args: argparse.Namespace) -> None:
     """Answers the messages of --prompt, or else each line of standard input."""
-    template = chat_template(source.tokenizer, source.config.chat_format, tools)
+    template = chat_template(source.tokenizer, source.config.chat_format)
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     for message in args.prompt or typed_lines():
         if args.prompt and len(args.prompt) > 1:
             print(">", message)
         messages.append({"role": "user", "content": message})
-        ids, _ = render_chat(source.tokenizer, messages, template, {"tools": tools or None}, notes := [])
+        ids, _ = render_chat(source.tokenizer, messages, template, notes=(notes := []))
         for note in notes:
             warn_once(": ".join(note))
-        pieces = []
-        try:
-            for piece in generate_text(model, source.tokenizer, ids, False, **how, seed=args.seed + len(messages)):
-                pieces.append(piece)
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            if args.prompt:
-                raise
-        print()
-        if len(pieces) > args.tokens:
-            print(f"(stopped after --tokens {args.tokens})", file=sys.stderr)
-        answer = "".join(pieces)
+        answer = write_answer(model, source, ids, len(messages), args)
         if answer.strip():
             messages.append({"role": "assistant", "content": answer})
         else:
@@ -312,18 +266,10 @@ def converse(model: Transformer, source: Source, tools: list, args: argparse.Nam
 def main(argv: list[str]) -> None:
     args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
-    with naming(f"--tools {args.tools}"):
-        tools = parse_field(read_file(Path(args.tools)), "its content") if args.tools else []
-    if args.chat and not source.chats:
-        warn_once(
-            f"--chat: {args.run} has no chat template and was not trained on conversations: leave out --chat to"
-            " continue a text"
-        )
-    model = source.load(find_device(1), DTYPES.get(args.dtype))
-    chosen = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    how = {"n": args.tokens, "context": source.context, "stop": source.stop, **chosen}
+    model = empty_model(source.config, DTYPES.get(args.dtype) or source.dtype, find_device(1))
+    fill_parameters(model, source.read)
     if args.chat:
-        return converse(model, source, tools, args, **how)
+        return converse(model, source, args)
     texts = args.prompt or [""]
     for i, text in enumerate(texts, 1):
         if len(texts) > 1:
@@ -331,9 +277,8 @@ def main(argv: list[str]) -> None:
         ids = source.tokenizer.encode(text)
         if source.bos or not ids:
             ids = [source.tokenizer.bos_id, *ids]
-        pieces = generate_text(model, source.tokenizer, ids, True, **how, seed=args.seed + i)
-        for piece in itertools.chain([text], pieces, "\n"):
-            print(piece, end="", flush=True)
+        print(text, end="", flush=True)
+        write_answer(model, source, ids, i, args)
 
 
 if __name__ == "__main__":
