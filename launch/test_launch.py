@@ -277,22 +277,16 @@ def test_help(checkout, words):
     assert "--nproc N" in checkout.says(*words)
 
 
-def test_setup_reports_a_complete_environment_and_refuses_a_python_without_wheels_of_torch(checkout):
+def test_setup_reports_a_complete_environment(checkout):
     assert f"torch {version('torch')}: {checkout.folder}/.venv" in checkout.says("setup")
-    shutil.rmtree(checkout.folder / ".venv")
-    checkout.script(checkout.short / "bin" / "python3", "echo 3.9")
-    assert re.search("3.9.*3.10, 3.11, 3.12", checkout.says("setup", status=2))
-    assert not (checkout.folder / ".venv").exists()
 
 
 # A Python without packages, whose `-m venv` makes an environment whose pip finds no torch for CPUs.
 BARE_PYTHON = """case "$*" in
-  *'-m venv'*) mkdir -p .venv/bin .venv/lib/python{version}/site-packages; cp "$0" .venv/bin/python ;;
-  *'-m pip --version') ;;
+  *'-m venv'*) echo "$*"; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
   *'-m pip'*) echo "$*"; exit 1 ;;
   *) exec "{python}" -S "$@" ;;
 esac"""
-PYTHON = "{}.{}".format(*sys.version_info)
 DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {}  |"'
 
 
@@ -313,12 +307,11 @@ def test_torch_is_chosen_by_the_driver_or_python3_has_it(checkout, torch, smi, r
         (info / "METADATA").write_text(f"Name: torch\nVersion: {torch}\n")
         checkout.environment["PYTHONPATH"] = str(info.parent)
     shutil.rmtree(checkout.folder / ".venv")
-    checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable, version=PYTHON))
+    checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable))
     checkout.script(checkout.short / "bin" / "nvidia-smi", smi)
     status, out, err = checkout.launch()
     assert status == 2 and reports in out and error in err
-    inherits = any((checkout.folder / ".venv").rglob("outer-environment.pth"))
-    assert inherits == (reports == f"check torch=={torch} numpy")
+    assert ("--system-site-packages" in out) == (reports == f"check torch=={torch} numpy")
 
 
 def test_a_rank_ends_with_its_torchrun():
