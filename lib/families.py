@@ -270,8 +270,6 @@ FAMILIES = {
                  "max_position_embeddings": "n_positions"},
     ),
 }  # fmt: skip
-# Their classes in transformers have no head_dim: exports name it only where it is not dim / n_heads.
-WITHOUT_HEAD_DIM = {"qwen2", "olmo2", "olmo3", "smollm3", "phi3"}
 # rope_type: RopeScaling's fields and their keys in config.json.
 ROPE_KEYS = {
     "linear": {"factor": "factor"},
@@ -320,6 +318,8 @@ MEANS_OURS = {
     "logits_scaling": (1, None),
     "mlp_bias": (False, None),
     "mlp_only_layers": ([], None),
+    "mscale": (None, 1),
+    "mscale_all_dim": (None, 0),
     "norm_topk_prob": (True,),
     "partial_rotary_factor": (1, None),
     "residual_multiplier": (1, None),
@@ -382,8 +382,8 @@ BOOKKEEPING = {
 # Keys of rope_scaling and rope_parameters. The types that do not need a key do not read it.
 READ_IN_ROPE = {
     "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor", "long_factor",
-    "low_freq_factor", "max_position_embeddings", "mscale", "mscale_all_dim", "original_max_position_embeddings",
-    "rope_theta", "rope_type", "short_factor", "truncate",
+    "low_freq_factor", "max_position_embeddings", "original_max_position_embeddings",
+    "rope_theta", "rope_type", "short_factor", "truncate", "type",
 }  # fmt: skip
 EXPECTED = {
     int: "a positive whole number",
@@ -410,7 +410,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     try:
         return _read(read_object(path))
-    except (AttributeError, TypeError, ValueError) as e:  # the first two: a list in the place of an object, or similar
+    except (AttributeError, TypeError, ValueError, LookupError) as e:  # a list in the place of an object, or similar
         raise UserError(f"{path}: {e}") from None
 
 
@@ -435,7 +435,7 @@ def _read(given):
 
 def _refuse_keys(given, known):
     """ValueError: keys that may ask for a computation that is not implemented. known: keys that may have any value."""
-    problems, advice = [], ""
+    problems = []
     for key, value in given.items():
         if key in known or key.startswith("_") or DROPOUT.search(key):
             continue
@@ -443,9 +443,8 @@ def _refuse_keys(given, known):
             problems.append(f"{key} is {value!r}"[:90] + f" (supported: {MEANS_OURS[key][0]!r})")
         elif key not in MEANS_OURS and repr(value) not in NEUTRAL:
             problems.append(f"unknown key {key}: {value!r}"[:90])
-            advice = ". Remove an unknown key from a copy of the file only if you know that it changes no result"
     if problems:
-        raise ValueError("; ".join(problems) + advice)
+        raise ValueError("; ".join(problems))
 
 
 def _read_layers(values, row, n_layers):
@@ -454,8 +453,6 @@ def _read_layers(values, row, n_layers):
     window = _read_field(values, "sliding_window", int, 0) if on else 0
     interval = _read_field(values, "no_rope_layer_interval", int, n_layers + 1)
     rotates = values.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layers)]
-    if len(rotates) < n_layers:
-        raise ValueError(f"no_rope_layers has {len(rotates)} entries, expected {n_layers}")
     first = _read_field(values, "max_window_layers", int) if "max_window_layers" in row.defaults else 0
     expected = [FULL] * n_layers
     for i in range(first if window else n_layers, n_layers):
@@ -471,39 +468,23 @@ def _read_layers(values, row, n_layers):
 
 def _read_rope(given, row):
     """-> the fields rope_theta and rope_scaling. Version 4 has the keys rope_theta and rope_scaling, version 5
-    rope_parameters, which Olmo 3 has for each type of layer. A file may have the keys of both, if they agree."""
-    top = {key: given.get(key) for key in ROPE[2:]}
-    old, new = (given.get(key) or {} for key in ROPE[:2])
+    rope_parameters instead, which Olmo 3 has for each type of layer."""
     plain = {"rope_type": "default", "rope_theta": row.defaults.get("rope_theta", 10000.0)}
+    top = plain | {key: given[key] for key in ROPE[2:] if given.get(key) is not None}
+    old, new = (given.get(key) or {} for key in ROPE[:2])
+    rope = near = top | (new or old)
     if row is FAMILIES["olmo3"]:
-        rope, near = plain | _merge(top, old, new.get(FULL) or {}), plain | _merge(new.get(SLIDING) or {})
-        fits = near in (rope, plain | {"rope_theta": rope["rope_theta"]})
-    else:
-        near = rope = plain | _merge(top, old or new)  # version 5 reads nothing else
-        fits = not new or rope == plain | _merge(top, new)
-    if not fits:
-        raise ValueError(f"rope_scaling is {old!r}, rope_parameters is {new!r}: they differ, which is not implemented")
+        rope, near = top | (new.get(FULL) or old), plain | new.get(SLIDING, {})
+    if near not in (rope, plain | {"rope_theta": rope["rope_theta"]}):
+        raise ValueError(f"rope_parameters is {new!r}: not implemented")
     scaling = _read_scaling(rope, row)
     if scaling:
         scaling = replace(scaling, in_windows=near == rope)
     return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling}
 
 
-def _merge(*parts):
-    """The keys of several objects that are not null. ValueError: a key has two values."""
-    out = {}
-    for part in parts:
-        if not isinstance(part, dict):
-            raise ValueError(f"rope_scaling or rope_parameters is {part!r}, expected an object")
-        for key, value in part.items():
-            key = "rope_type" if key == "type" else key
-            if value is not None and out.setdefault(key, value) not in (value,):
-                raise ValueError(f"{key} is {out[key]!r} in one place and {value!r} in another")
-    return out
-
-
 def _read_scaling(rope, row):
-    kind = rope["rope_type"]
+    kind = rope.get("type") or rope["rope_type"]
     if kind != "default" and not (row.scales and str(kind) in ROPE_KEYS):
         raise ValueError(f"rope_scaling of type {kind} is not implemented")
     _refuse_keys(rope, READ_IN_ROPE)
@@ -513,11 +494,8 @@ def _read_scaling(rope, row):
     for field, key in ROPE_KEYS[kind].items():
         default = getattr(RopeScaling, field) if field in OPTIONAL_IN_YARN else MISSING
         numbers[field] = _read_field(rope, key, bool if field == "truncate" else float, default)
-    if kind == "yarn" and "attention_factor" not in rope:
-        growth = 0.1 * math.log(max(numbers["factor"], 1.0))
-        scales = rope.get("mscale"), rope.get("mscale_all_dim")
-        above, below = scales if all(scales) else (1.0, 0.0)
-        numbers["attention_factor"] = (growth * above + 1.0) / (growth * below + 1.0)
+    if kind == "yarn" and rope.get("attention_factor") is None:
+        numbers["attention_factor"] = 0.1 * math.log(max(numbers["factor"], 1.0)) + 1.0
     return RopeScaling(kind=kind, **numbers)
 
 
@@ -529,12 +507,6 @@ def _read_field(values, key, kind, default=MISSING):
     if type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or least <= value < 2**53):
         raise ValueError(f"{key} is {value!r}, expected {EXPECTED[kind]}")
     return kind(value)
-
-
-def dropout_note(path: Path) -> str:
-    """A sentence that names the dropout rates of a JSON file, which are not applied; empty if there are none."""
-    rates = [f"{k!r}: {v!r}" for k, v in read_object(path).items() if DROPOUT.search(k) and v]
-    return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
 
 
 # ---- writing
@@ -561,8 +533,6 @@ def _write(config, kind):
     out = {"architectures": [row.architecture], "model_type": kind}
     out |= {key: values[key] for key in row.defaults if key in values}
     out |= {key: getattr(config, field) for field, key in row.keys.items()}
-    if kind in WITHOUT_HEAD_DIM and config.head_dim * config.n_heads == config.dim:
-        del out["head_dim"]
     return out | (_write_rope(config, kind) if "rope_theta" in row.others else {})
 
 

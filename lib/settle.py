@@ -13,7 +13,6 @@ import shard
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
 from lib import lora, machine
 from lib.errors import UserError, naming
-from lib.families import dropout_note
 from lib.files import free_space, plural
 from lib.folders import open_adapter, open_weights
 from lib.hub import local_path
@@ -23,7 +22,6 @@ from lib.run import logger, refuse_unusable
 from lib.tokenizer import holds_tokenizer, load_tokenizer
 from lib.weights import refuse_in_the_way
 from model import Transformer, flops_per_token, random_init
-from shapes import MODELS
 
 SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
 CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more
@@ -141,13 +139,6 @@ def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
 def first_values(config: Config, model: Transformer, weights):
     """read(name, slices) of the values that training starts from: --weights, or random values, which every rank draws
     itself."""
-    files = []
-    if config.model not in MODELS:
-        files.append(local_path(config.model, "--model") / "config.json")
-    if config.lora_weights:
-        files.append(local_path(config.lora_weights, "--lora_weights") / "adapter_config.json")
-    for note in filter(None, map(dropout_note, files)):
-        logger.info(note)
     if config.weights:
         logger.info(f"Reading weights from {config.weights}")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
