@@ -73,7 +73,7 @@ from data import Loader
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_every_rank, on_first_rank
+from lib.ranks import ALONE, Ranks, barrier, gather, on_every_rank, on_first_rank
 from lib.rows import merge_positions
 from lib.run import ANSWER, Run
 from lib.weights import export_trained
@@ -193,7 +193,7 @@ class Saver:
         return 1e3 * (time.perf_counter() - begin)
 
     def _start(self, step: int, row: Tensor) -> None:
-        positions = collect(self.data.state_dict, self.ranks)
+        positions = gather(on_every_rank(self.data.state_dict, self.ranks), self.ranks)
         compare_replicas(self.model, self.ranks, self.run.mesh, step)
         tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
         loss = probe_loss(self.model, tokens, self.ranks.device)
@@ -202,7 +202,7 @@ class Saver:
         manifest = {
             "format": FORMAT,
             "step": step,
-            "position": merge_positions(positions) if positions else None,  # rank 0 writes the manifest
+            "position": merge_positions(positions),
             "probe": {"tokens": tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
             "base": self.base,
             "config": asdict(self.config),
@@ -230,7 +230,7 @@ class Saver:
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
         try:
             write = partial(_write_shards, temporary, tensors, layouts, self.ranks.rank)
-            files = sum(collect(write, self.ranks_of_thread), [])
+            files = sum(gather(on_every_rank(write, self.ranks_of_thread), self.ranks_of_thread), [])
             manifest |= {"tensors": layouts, "files": files}
             on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.ranks_of_thread)
         except Exception:  # of any rank

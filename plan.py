@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from config import DEFAULT, Config, check_batch, parse_args, refuse_conflicts, split_batch, with_recipes
 from lib import errors
-from lib.errors import Parser, UserError, within
+from lib.errors import MEMORY_ADVICE, Parser, UserError, within
 from lib.files import amount, free_space
 
 if __name__ == "__main__":
@@ -181,7 +181,7 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
     for place, room in plan.lacking().items():
         raise UserError(
             f"This run needs more than {gib(plan.bytes[place])} on {names[place]}, which has {room:.1f} GiB."
-            f" {machine.MEMORY_ADVICE}"
+            f" {MEMORY_ADVICE}"
         )
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:
@@ -323,7 +323,6 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
     """-> (the Config of train.py's flags without `auto`, the cluster). With --model, no weights are looked for."""
     parser = Parser(FLAGS, **ABOUT)
     flags, words = parser.parse_known_args(argv)
-    parser.refuse_typos(words)
     cluster = Cluster(*vars(flags).values())._replace(gpu=GPUS[flags.gpu])
     if not cluster.host_gib:
         exist = cluster.nodes == 1 and cluster.gpus <= torch.cuda.device_count()

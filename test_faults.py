@@ -348,7 +348,7 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
     assert not (tmp_path / "run").exists()
     (tmp_path / "file").touch()
     output = run_here(tmp_path / "file" / "run", "--steps", 1, status=2)
-    assert f"error: --out {tmp_path / 'file/run'}: Not a directory" in output
+    assert f"error: a file or folder cannot be used: [Errno 20] Not a directory: '{tmp_path / 'file/run'}'" in output
     run_here(tmp_path / "refused", "--data", tmp_path / "absent.txt", status=2)
     assert not (tmp_path / "refused").exists()
     (tmp_path / "mine").mkdir()

@@ -337,7 +337,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
 @pytest.mark.parametrize(("reader", "size", "status", "message"), [
     ("| head -c 1", 10**6, "141", ""),  # the status that a shell gives for SIGPIPE
     (">/dev/full", 1, "1", "error: the disk is full"),  # which only the flush at the end notices
-    (">&-", 1, "0", ""), ("<&- >&-", 1, "0", ""),
 ])  # fmt: skip
 def test_output_that_nobody_takes(reader, size, status, message):
     code = f"from lib.errors import run_script; run_script(lambda argv: print('x' * {size}))"

@@ -33,10 +33,10 @@ import shard
 from config import CONFLICTS, parse_args, refuse_conflicts
 from lib import machine, rows, settle
 from lib import ranks as rank_module
-from lib.errors import Failure, UserError
+from lib.errors import Failure, UserError, describe_error
 from lib.files import ROOT
 from lib.parts import local
-from lib.ranks import Ranks, collect, init_ranks, on_every_rank, on_first_rank, set_timeout
+from lib.ranks import Ranks, gather, init_ranks, on_every_rank, on_first_rank, set_timeout
 from model import MODELS, Transformer, random_init
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
@@ -220,7 +220,7 @@ def test_loading_needs_the_shard_and_one_tensor():
 
 def meet_faults() -> None:
     ranks = init_ranks()
-    assert collect(lambda: ranks.rank, ranks) == ([0, 1] if ranks.rank == 0 else [])
+    assert gather(ranks.rank, ranks) == [0, 1]
     assert on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
     assert on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
     with pytest.raises(Failure, match="^rank 0 on .*: ZeroDivisionError: division by zero$"):
@@ -238,11 +238,10 @@ def meet_faults() -> None:
     for code in (errno.EACCES, errno.EIO, errno.ENOSPC):
         message = f"^rank 1 on .*{os.strerror(code)}: '/weights/model.safetensors'$"
         error = OSError(code, os.strerror(code), "/weights/model.safetensors")
-        for helper in (on_every_rank, collect):
-            with pytest.raises(UserError if code == errno.EACCES else Failure, match=message):
-                helper(partial(fail, error), ranks)
+        with pytest.raises(UserError if code == errno.EACCES else Failure, match=message):
+            on_every_rank(partial(fail, error), ranks)
     with pytest.raises(Failure, match="^rank 1 on [^:]*: Unsendable: it holds a lock$"):
-        collect(lambda: fail(Unsendable(why="it holds a lock")), ranks)
+        on_every_rank(lambda: fail(Unsendable(why="it holds a lock")), ranks)
 
     def refuse():
         raise UserError("no such file")
@@ -326,12 +325,9 @@ def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name,
     assert settle.choose_defaults(parse_args([]), torch.device("cpu"), 1).dtype == dtype
 
 
-def test_out_of_memory_is_one_message():
-    with (
-        pytest.raises(Failure, match="rank 0 on .*: CUDA out of memory. Tried .*plan.py"),
-        machine.explain_out_of_memory(),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def test_an_error_for_lack_of_memory_has_advice():
+    _, message = describe_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert re.search("rank 0 on .*: CUDA out of memory. Tried .*plan.py", message)
 
 
 def count_prefetches() -> None:

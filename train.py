@@ -131,16 +131,15 @@ def train(run: Run) -> None:
     run.groups = shard.groups_of(mesh, row_group)
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
-    with machine.explain_out_of_memory():
-        weight_scales = fp8.prepare(model, config, mesh, data.accumulates)
-        optimizer = make_optimizer(model, config)
-        logger.info("Created optimizer")
-        fill(model, optimizer, data, resume_from, read_weights, config, ranks)
+    weight_scales = fp8.prepare(model, config, mesh, data.accumulates)
+    optimizer = make_optimizer(model, config)
+    logger.info("Created optimizer")
+    fill(model, optimizer, data, resume_from, read_weights, config, ranks)
     gradients = Gradients(model, config, ranks, mesh)
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    with machine.explain_out_of_memory(), saver, log, profile_steps(run, start) as profiler:
+    with saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
@@ -233,8 +232,7 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     shard.compile_model(model, config.compile)
     shard.offload_activations(model, config.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
-    with machine.explain_out_of_memory():
-        machine.allocate(model, "cpu" if offload else ranks.device)
+    machine.allocate(model, "cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 

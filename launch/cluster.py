@@ -41,7 +41,7 @@ from filelock import SoftFileLease, Timeout
 
 from config import parse_args
 from doctor import PATIENCE, Host, ask, check_command, columns, read_job, say, survey, verb_doctor, verb_sync
-from lib.files import FULL, fill_old_lock, free_space
+from lib.files import FULL, free_space
 from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
@@ -83,16 +83,13 @@ def is_held(path: Path) -> bool:
     if not path.parent.exists():  # filelock would make it
         return False
     lock = SoftFileLease(path)
-    while True:
-        fill_old_lock(path)
-        try:
-            with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
-                return False
-        except Timeout:
-            if lock.owner:  # else nobody has filled it yet
-                return True
-        except OSError:  # a folder without write permission, or a full disk
-            return lock.owner is not None
+    try:
+        with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a folder without write permission, or a full disk
+        return lock.owner is not None
 
 
 def state_of(out: Path) -> State:

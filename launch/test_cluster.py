@@ -211,12 +211,6 @@ def test_the_state_of_a_run_follows_from_its_status_and_its_locks(supervisor, st
     assert (now.state, now.message) == expected
 
 
-def test_an_empty_lock_is_looked_at_again_until_it_is_old(tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.files.EMPTY", 1.0)
-    (tmp_path / "lock").touch()
-    assert not cluster.is_held(tmp_path / "lock")
-
-
 ALIVE, BUG_ON_A = {"processes": 1}, end(1, "a bug")
 LOST_B = end(node.FOLLOWED, "rank 1 on b failed")
 

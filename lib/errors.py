@@ -53,16 +53,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
-        near = ", ".join(filter(None, map(self.nearest_flag, words)))
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        near = ", ".join(filter(None, (nearest(flag, self._option_string_actions) for flag in flags)))
         raise UserError(message + f"; did you mean {near}?" * bool(near) + "; --help lists all flags")
-
-    def nearest_flag(self, word: str) -> str:
-        return nearest(word.partition("=")[0], self._option_string_actions) if word.startswith("--") else ""
-
-    def refuse_typos(self, words: list[str]) -> None:
-        """UserError if words that are meant for another parser look like flags of this one."""
-        if typos := [word for word in words if self.nearest_flag(word)]:
-            self.error(f"unrecognized arguments: {' '.join(typos)}")
 
 
 def within(kind: type, least: float, most: float = 2**53) -> Callable[[str], float]:
@@ -91,6 +84,7 @@ REQUIRED = (
 # The errors that a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
+MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, by how much on a GPU"
 FOLLOWED = 10**9  # the order of an end that another end has caused, as in launch/node.py
 
 
@@ -108,7 +102,8 @@ def describe_error(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}"
     traceback.print_exception(error)
-    return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
+    advice = f"; {MEMORY_ADVICE}" * (type(error).__name__ == "OutOfMemoryError")  # torch's, of a GPU
+    return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}{advice}"
 
 
 def write_error(state: str, message: str, order: int, step: int = 0) -> None:
@@ -170,11 +165,8 @@ def check_words(parse: Callable[[list[str]], object]) -> None:
 
 def run_script(main: Callable[[list[str]], int | None]) -> None:
     """Ends the process with main's exit status, unless it is negative. Skips the interpreter's shutdown, which takes
-    seconds and may be aborted by gloo's threads (pytorch pull request 179291). A standard stream that is closed becomes
-    an empty one, and characters that the encoding of the output lacks are printed as escapes."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115, it stays open
+    seconds and may be aborted by gloo's threads (pytorch pull request 179291). Characters that the encoding of the
+    output lacks are printed as escapes."""
     sys.stdout.reconfigure(errors="backslashreplace")
     status = exit_status(main, sys.argv[1:])
     if status < 0:
@@ -196,8 +188,7 @@ def prepare_python() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # OpenMP threads that wait for work spin and keep their cores. If another process needs these cores, training
     # becomes 10 to 50 times slower, so they spin only briefly. libgomp reads this when torch is imported.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _use_venv() -> None:

@@ -1,7 +1,6 @@
 """Files: JSON objects, atomic writes, free space, kinds of content by their first bytes, and reading ahead. Imports no
 torch."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -33,7 +32,6 @@ SUBSTITUTES = {  # first bytes -> a content that was stored instead of a file
     rb"(404: )?(entry |file )?not found\s*\Z": "a server's message, not the file: repeat the download",
 }
 KINDS = {**SUBSTITUTES, b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code"}
-EMPTY = 30.0  # seconds after which nobody is about to fill an empty lock
 
 
 def human(n: float, units: str = " KMB") -> str:
@@ -73,24 +71,8 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def make_folder(folder: Path, flag: str) -> None:
-    """UserError if the folder of a flag cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"{flag} {folder}: {e.strerror}: name another folder") from None
-
-
 def write_json(path: Path, value) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
-
-
-def fill_old_lock(lock: Path) -> None:
-    """Damages a lock of filelock's that has been empty for long: filelock takes over damaged locks, but not empty ones.
-    A power failure can leave an empty one; a process that takes a lock fills it at once."""
-    with contextlib.suppress(OSError):
-        if not lock.stat().st_size and time.time() - lock.stat().st_mtime > EMPTY:
-            lock.write_text("\n")
 
 
 def read_json(path: Path) -> dict:

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import itertools
 import os
 import platform
 import re
@@ -11,14 +10,13 @@ import subprocess
 import sys
 import sysconfig
 import timeit
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from lib.errors import Failure, UserError
+from lib.errors import UserError
 from lib.files import ROOT, VERSION
 from lib.parts import is_sharded
 
@@ -67,8 +65,6 @@ GPUS = {
     "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.75, 0),
     "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
 }
-# A matrix product of this many seconds, or of the largest width, measures a device.
-LONG, WIDEST = 0.005, 8192
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
@@ -106,16 +102,13 @@ def cpu_name() -> str:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else the fastest of six
-    matmuls, as large as it takes to be long. Measuring resets the peak memory of a GPU."""
+    matmuls. Measuring resets the peak memory of a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
 
-    n, time = 128, 0.0  # a CPU without bf16 multiplies it a hundred times slower than fp32
-    while time < LONG and n < WIDEST:
-        n *= 2
-        a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
-        time = min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))  # noqa: B023
-    flops = 2 * n**3 / time
+    n = 8192 if device.type == "cuda" else 1024  # a CPU without bf16 multiplies it a hundred times slower than fp32
+    a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
+    flops = 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return flops, f"the fastest of six {n} x {n} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s"
@@ -153,13 +146,11 @@ def set_allocators() -> None:
 
     On a CPU, glibc returns large blocks to the kernel and faults them in again in every step, which takes most of the
     training time, so glibc has to keep them, in one heap for all threads. oneDNN compiles a matmul kernel for each
-    shape, and the shapes of experts change with every batch: more kernels are cached. On a GPU whose driver supports
-    it, torch's allocator uses expandable segments, which leave fewer gaps."""
+    shape, and the shapes of experts change with every batch: more kernels are cached. On a GPU, torch's allocator
+    uses expandable segments, which leave fewer gaps."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
-    with contextlib.suppress(OSError):  # no driver
-        can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
-        if can_grow and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not torch.cuda.is_available() and not any(k.startswith("MALLOC_") for k in os.environ):
         libc = ctypes.CDLL(None)
         # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
@@ -192,42 +183,21 @@ def compiler_problem() -> str:
 # ---- memory
 
 
-# The files of a control group, in version 2 and 1: the limit in bytes; the bytes in use; the fields of memory.stat with
-# the bytes that the kernel frees on demand: cached files (not those in shared memory) and its own objects.
-LIMITS = (
-    ("memory.max", "memory.current", "active_file|inactive_file|slab_reclaimable"),
-    ("memory.high", "memory.current", "active_file|inactive_file|slab_reclaimable"),  # beyond it memory is taken slowly
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file|total_inactive_file"),
-)
-# A row of /proc/self/cgroup with the path of this process's group, and the folder that it starts from, likewise.
-GROUPS = (
-    ("^0::/(.*)", "."),
-    ("^[0-9]+:(?:.*,)?memory(?:,.*)?:/(.*)", "memory"),
-)
-
-
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of the host's memory that this process may still take: within the limits of its control group and of all
-    parents, as a container or Slurm sets them. Cached files count as free. root: of the kernel's files."""
+    """Bytes of the host's memory that this process may still take: within the limits of its control group (version 2)
+    and of all parents, as a container or Slurm sets them. Cached files count as free. root: of the kernel's files."""
     free = [_kib_of("MemAvailable", root / "proc/meminfo") * 1024]
-    for folder, (limit, usage, cached) in itertools.product(_control_groups(root), LIMITS):
-        with contextlib.suppress(OSError, ValueError):  # a folder without this file, or its limit is "max"
-            stat = re.findall(f"^(?:{cached}) (.*)", (folder / "memory.stat").read_text(), re.M)
-            used = int((folder / usage).read_text()) - sum(map(int, stat))
-            free.append(max(int((folder / limit).read_text()) - used, 0))
-    return min(free)
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups and their parents. In a container whose paths are the host's, only
-    the folder where they start exists: it is the container's group."""
     groups = root / "proc/self/cgroup"
-    if not groups.exists():
-        return
-    for row, start in GROUPS:
-        for path in re.findall(row, groups.read_text(), re.M):
-            folder = root / "sys/fs/cgroup" / start / path
-            yield from (folder, *folder.parents)
+    group = re.search("^0::/(.*)", groups.read_text() if groups.exists() else "", re.M)
+    innermost = root / "sys/fs/cgroup" / (group[1] if group else "")
+    for folder in (innermost, *innermost.parents):
+        with contextlib.suppress(OSError, ValueError):  # a folder without this file, or its limit is "max"
+            limit = int((folder / "memory.max").read_text())
+            stat = (folder / "memory.stat").read_text()
+            cached = re.findall("^(?:active_file|inactive_file|slab_reclaimable) (.*)", stat, re.M)
+            used = int((folder / "memory.current").read_text()) - sum(map(int, cached))
+            free.append(max(limit - used, 0))
+    return min(free)
 
 
 def _kib_of(name: str, path: Path | str) -> int:
@@ -246,15 +216,3 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
             setattr(module, name, nn.Parameter(values, p.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, by how much on a GPU"
-
-
-@contextlib.contextmanager
-def explain_out_of_memory() -> Iterator[None]:
-    """Raises an out-of-memory error of the GPU again as one message."""
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        raise Failure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {e}; {MEMORY_ADVICE}") from None

@@ -3,7 +3,6 @@
 helper              who works       who gets what
 on_every_rank       every rank      each rank its own result
 on_first_rank       rank 0          all ranks its result
-collect             every rank      rank 0 all results
 gather              -               all ranks one object of each
 
 An error in work is raised on all ranks."""
@@ -107,8 +106,7 @@ def on_every_rank(work: Callable, ranks: Ranks):
         named = ranks.rank == 0 or message.startswith(ranks.name)
         fault = status, message if named else f"{ranks.name}: {message}"
     if ranks.control is not None:
-        device = "cuda" if dist.get_backend(ranks.control) == "nccl" else "cpu"
-        failed = torch.tensor(fault is not None, dtype=torch.int32, device=device)
+        failed = torch.tensor(fault is not None, dtype=torch.int32)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=ranks.control)
         if failed:
             statuses, messages = zip(*filter(None, gather(fault, ranks)), strict=True)
@@ -122,16 +120,6 @@ def on_first_rank(work: Callable, ranks: Ranks):
     if ranks.control is not None:
         dist.broadcast_object_list(result, 0, ranks.control)
     return result[0]
-
-
-def collect(work: Callable, ranks: Ranks) -> list:
-    """Runs `work` on every rank -> all results on rank 0, an empty list on the others. All ranks must call."""
-    result = on_every_rank(work, ranks)
-    if ranks.control is None:
-        return [result]
-    results = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(result, results, group=ranks.control, group_dst=0)
-    return results or []
 
 
 def gather(value, ranks: Ranks) -> list:

@@ -32,7 +32,7 @@ import numpy as np
 from config import Config
 from lib import progress, text
 from lib.errors import UserError
-from lib.files import make_folder, plural, read_ahead, retry
+from lib.files import plural, read_ahead, retry
 from lib.readers import SHARD, VAL_EVERY, TextFile, builtin_file
 from lib.text import ID, TRAINED, Encoder, Shard, find_shard, prepare, read_index, split_weight
 from lib.tokenizer import load_tokenizer
@@ -101,7 +101,7 @@ def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]],
 def cache_of(config: Config) -> Path:
     """The folder of --cache. UserError if it cannot be created."""
     folder = Path(config.cache or CACHE).expanduser()
-    make_folder(folder, "--cache")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

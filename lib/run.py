@@ -26,7 +26,7 @@ from filelock import SoftFileLease, Timeout
 from config import Config
 from lib import progress, torch_private
 from lib.errors import FOLLOWED, UserError, describe_error, printable, say_error, write_error
-from lib.files import fill_old_lock, make_folder, write_json
+from lib.files import write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -35,7 +35,7 @@ ANSWER = 20.0  # seconds that a stopping rank waits for others
 BEAT = 1.5  # seconds between two reports of a rank to the store
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
-PATIENCE = 5.0  # seconds that a job waits for the lock, eight times: more than files.EMPTY
+PATIENCE = 40.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 TRACKERS = ("tensorboard", "wandb")
@@ -157,7 +157,7 @@ class Run:
 
     def _take_folder(self) -> str:
         self.is_new = not self.folder.exists()
-        make_folder(self.folder, "--out")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = take_lock(self.folder)
         # The launcher and train.sbatch make a log folder of the attempt, and remove older requests to stop.
         if not any(self.folder.glob(f"logs/*/{os.environ.get('TORCHELASTIC_RUN_ID') or 'none'}")):
@@ -379,15 +379,13 @@ class Watchdog:
 
 def take_lock(folder: Path) -> SoftFileLease:
     """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a dead
-    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal, and
-    so is an empty lock. Raises UserError if another job holds the lock."""
+    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal.
+    Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
     lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
-    for _ in range(8):
-        fill_old_lock(folder / "lock")  # which may become old meanwhile
-        with contextlib.suppress(Timeout):
-            lock.acquire(timeout=PATIENCE)
-            return lock
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=PATIENCE)
+        return lock
     owner = lock.owner  # None: it died before it wrote its name
     who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
     raise UserError(

@@ -187,8 +187,7 @@ def hold(folder, answers) -> None:
 
 
 def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path, monkeypatch):
-    """filelock cannot tell an empty lock from one that a process is about to fill in."""
-    monkeypatch.setattr(guard, "PATIENCE", 0.1)
+    monkeypatch.setattr(guard, "PATIENCE", 0.5)
     context = multiprocessing.get_context("fork")  # importing all again takes seconds
     answers = context.Queue()
     other = context.Process(target=hold, args=(tmp_path, answers), daemon=True)
@@ -205,9 +204,6 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
     (tmp_path / "lock").touch()
     with pytest.raises(UserError, match="an unnamed process is training .*remove .*/lock if no job"):
         take_lock(tmp_path)
-    monkeypatch.setattr(guard, "PATIENCE", 3)
-    monkeypatch.setattr("lib.files.EMPTY", time.time() - (tmp_path / "lock").stat().st_mtime + 2)
-    take_lock(tmp_path).release()  # it is empty since a power failure, but old enough only while this job waits
 
 
 @pytest.mark.parametrize("attempt", ["", "plain", "ours"])

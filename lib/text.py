@@ -43,7 +43,6 @@ from lib.errors import Parser, UserError, naming, nearest, printable, within
 from lib.files import (
     SUBSTITUTES,
     describe_content,
-    make_folder,
     plural,
     read_ahead,
     read_json,
@@ -480,7 +479,7 @@ def prepare(
 
     key, index = key_of(sources, encoder, shard_tokens, val_every), read_json(out / INDEX)
     if index.get("key") != key or "position" in index:  # else no lock is needed: the folder may be read-only
-        make_folder(out, "--out")
+        out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock"):
             index = _find_index(sources, encoder, out, key)
             if "position" in index:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lib.errors import UserError, naming, printable
-from lib.files import make_folder, read_file, read_object, write_json
+from lib.files import read_file, read_object, write_json
 from lib.hub import local_path
 
 USUAL_NAMES = {
@@ -288,7 +288,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> None
     missing = -(-vocab_size // 64) * 64 - backend.get_vocab_size()
     backend.add_special_tokens([f"<|reserved_{i}|>" for i in range(missing)])
     backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, 0)])
-    make_folder(folder, "--out")
+    folder.mkdir(parents=True, exist_ok=True)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     write_json(folder / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
     backend.save(str(folder / "tokenizer.json"))

@@ -21,7 +21,7 @@ from lib.folders import Trained, adapter_pieces, open_trained, open_weights, pie
 from lib.hub import local_path
 from lib.lora import Read, Settings
 from lib.machine import allocate
-from lib.ranks import ALONE, Ranks, collect, on_first_rank
+from lib.ranks import ALONE, Ranks, on_every_rank, on_first_rank
 from lib.text import knows_text
 from lib.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
@@ -88,7 +88,7 @@ def export(
 
     on_first_rank(begin, ranks)
     try:
-        collect(write_shards, ranks)
+        on_every_rank(write_shards, ranks)
         on_first_rank(finish, ranks)
     finally:
         if ranks.rank == 0:
