@@ -10,11 +10,10 @@ import their libraries themselves."""
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 from lib.errors import Parser, UserError, naming, nearest
 from lib.files import ROOT, VERSION, read_object
@@ -34,11 +33,11 @@ REPLACES = {"data": "val_data", "epochs": "steps", "steps": "epochs"}  # a flag 
 
 def _flag(
     default, help: str, choices: tuple = (), least: float = 0, below: float = LARGEST,
-    group: str = "", resume: str = "same",
+    group: str = "", resume: str = "same", needs: tuple = (),
 ):  # fmt: skip
     """least, below: a number's range, without `below`. group: the heading in --help of this flag and those after it.
     resume: on resume, the value must be the same, may change ("free"), or may change if --resume_override names the
-    flag ("override")."""
+    flag ("override"). needs: the flags without which this one has no effect."""
     return field(default=default, metadata=locals())  # the arguments by name
 
 
@@ -62,10 +61,12 @@ class Config:
     n_kv_heads: int = _flag(0, "key/value heads")
     ffn_dim: int = _flag(0, "feed-forward width")
     lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = train all weights")
-    lora_alpha: float = _flag(0.0, "scale of the adapters x rank; 0 = 2 * rank")
-    lora_targets: tuple = _flag(("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters, or all")
-    quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"))
-    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from")
+    lora_alpha: float = _flag(0.0, "scale of the adapters x rank; 0 = 2 * rank", needs=("lora",))
+    lora_targets: tuple = _flag(
+        ("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters, or all", needs=("lora",)
+    )
+    quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"), needs=("lora",))
+    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs=("weights", "lora"))
     data: tuple = may_change_on_resume(
         (),
         "token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
@@ -91,7 +92,7 @@ class Config:
     skip_bad: int = may_change_on_resume(0, "bad rows of text to skip and log; of a stream per lane")
     stream: bool = _flag(False, "tokenize local text while training, not once into --cache")
     cache: str = may_change_on_resume("", "folder of tokenized text and shards; empty = cache/ next to train.py")
-    lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start")
+    lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start", needs=("stream",))
     delimiter: int = _flag(-1, "token id that begins a document; -1 = the tokenizer's or the shards'", least=-1)
     seq_len: int = _flag(256, "tokens per row", least=2, group="batch and length")
     micro_batch: int = may_change_on_resume(8, "rows per rank per forward pass; 0 = its share of --batch_tokens")
@@ -136,8 +137,8 @@ class Config:
         "FP8 products, scaled by tensor, or by row and column; gw_hp = weight gradients in bf16; 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
     )
-    fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes")
-    fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj")
+    fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes", needs=("fp8",))
+    fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj", needs=("fp8",))
     shard_size: int = may_change_on_resume(0, "ranks that share one copy of the parameters; 0 = all, 1 = no sharding")
     context_parallel: int = may_change_on_resume(1, "ranks that share each row", least=1)
     reshard: str = may_change_on_resume(
@@ -167,9 +168,12 @@ class Config:
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(True, "write checkpoints in the background, from a copy in host memory")
     keep: int = may_change_on_resume(2, "newest checkpoints to keep", least=2)
-    keep_every: int = may_change_on_resume(0, "keep every N-th checkpoint for good; 0 = none")
+    keep_every: int = may_change_on_resume(0, "keep every N-th checkpoint for good; 0 = none", needs=("save_every",))
     load: str = may_change_on_resume(
-        "direct", "who reads --weights: every rank its part, or rank 0 for all", ("direct", "rank0")
+        "direct",
+        "who reads --weights: every rank its part, or rank 0 for all",
+        ("direct", "rank0"),
+        needs=("weights",),
     )
     resume: str = may_change_on_resume("auto", "auto = the run's newest checkpoint; never; or a checkpoint folder")
     resume_override: tuple = may_change_on_resume((), "optimizer flags that may change on resume: lr,warmup_steps")
@@ -199,14 +203,14 @@ class Config:
                 row = read_config(folder)
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         changes = {name: value for name in sizes if (value := getattr(self, name))}
-        if "dim" in changes or "n_heads" in changes:
+        given = " ".join(f"--{name} {value}" for name, value in changes.items())
+        if self.dim or self.n_heads:
             changes["head_dim"] = 0
-        if "n_heads" in changes and row.n_kv_heads == row.n_heads:
+        if self.n_heads and row.n_kv_heads == row.n_heads:
             changes.setdefault("n_kv_heads", 0)
         try:
             return replace(row, **changes)
         except ValueError as e:
-            given = ", ".join(f"--{name} {value}" for name, value in changes.items() if value)
             raise UserError(f"--model {self.model} with {given}: {e}") from None
 
     def trained_length(self, shape: ModelConfig) -> int:
@@ -222,10 +226,7 @@ class Config:
         """Rows longer than the weights were trained on, and parts of the schedule that do not fit into --steps."""
         warnings, rest, longest = [], self.steps - self.warmup, self.model_config.max_seq_len
         if self.weights and self.seq_len > longest:
-            warnings.append(
-                f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {longest} tokens and has to"
-                " learn the positions after them"
-            )
+            warnings.append(f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {longest} tokens")
         if self.min_lr and self.schedule == "constant":
             warnings.append(f"--min_lr {self.min_lr} has no effect with --schedule constant")
         if self.prompt and not self.sample_every:
@@ -242,76 +243,58 @@ def fields_that_resume(kind: str) -> list[str]:
     return [f.name for f in fields(Config) if f.metadata["resume"] == kind]
 
 
-class Setting(NamedTuple):
-    """The values of a flag, and where a recipe has it."""
-
-    values: list[str]
-    recipe: str = ""
-    place: str = ""  # recipe and line
-
-
-def with_recipes(argv: list[str]) -> dict[str, Setting]:
-    """{flag in our spelling: its setting}, with the flags of each @NAME's recipe. Of equal flags the last one counts.
-    A flag in REPLACES also removes its counterpart, unless both are in one recipe or both on the command line. Raises
-    UserError for unknown flags and for recipes without @."""
-    helps, settings, wrong = {f.name: f.metadata["help"] for f in fields(Config)}, {}, []
-    last = before_flags = Setting([])
-    for word, recipe, place in _expand((word, "", "") for word in argv):
+def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
+    """{flag in our spelling: (its values, its recipe or nothing)}, with the flags of each @NAME's recipe. Of equal
+    flags the last one counts. A flag in REPLACES also removes its counterpart, unless both are in one recipe or both on
+    the command line."""
+    names, settings, values = [f.name for f in fields(Config)], {}, None
+    for word, recipe in _expand(argv):
         if not word.startswith("--"):
-            last.values.append(word)
             if word.endswith(".args"):
-                wrong.append(f"{place}{word} is a recipe: name it with an @, as in @{word}")
+                raise UserError(f"{word} is a recipe: name it with an @, as in @{word}")
+            if values is None:
+                raise UserError(f"{word}: expected a flag")
+            values.append(word)
             continue
         typed, equals, value = word[2:].partition("=")
         name = typed.replace("-", "_")
-        if name not in helps:
-            near = nearest(name, helps)
-            hint = f"the nearest one is --{near} ({helps[near]}); " if near else ""
-            wrong.append(f"{place}unknown flag --{typed}; {hint}--help lists all")
+        if name not in names:
+            near = nearest(name, names)
+            meant = f"did you mean --{near}? " if near else ""
+            raise UserError(f"unknown flag --{typed}; {meant}--help lists all")
         other = REPLACES.get(name)
-        if other in settings and settings[other].recipe != recipe:
+        if other in settings and settings[other][1] != recipe:
             del settings[other]
-        last = settings[name] = Setting([value] * bool(equals), recipe, place)
-    if before_flags.values:
-        wrong.append(f"{' '.join(before_flags.values)}: expected a flag")
-    if wrong:
-        raise UserError("\n".join(wrong))
+        values = [value] * bool(equals)
+        settings[name] = values, recipe
     return settings
 
 
-def _expand(words: Iterable[tuple[str, str, str]], inside: tuple = ()) -> Iterator[tuple[str, str, str]]:
-    """(word, recipe, place), with each @NAME replaced by the words of that recipe."""
-    for word, *where in words:
+def _expand(words: list[str], recipe: str = "", outer: tuple = ()) -> Iterator[tuple[str, str]]:
+    """(word, its recipe), with each @NAME replaced by the words of that recipe."""
+    for word in words:
         if not word.startswith("@"):
-            yield word, *where
+            yield word, recipe
             continue
         path = _find_recipe(word)
-        if path.resolve() in inside:
+        if path in outer:
             raise UserError(f"{word}: the recipe names itself")
-        yield from _expand(_read_recipe(path), (*inside, path.resolve()))
+        try:
+            inner = shlex.split(path.read_text("utf-8"), comments=True)
+        except ValueError as e:  # no UTF-8, or an open quote
+            raise UserError(f"{path}: {e}") from None
+        if inner and inner[0][:1] not in "-@":
+            raise UserError(f"{path} is not a recipe: it must begin with a flag")
+        yield from _expand(inner, str(path), (*outer, path))
 
 
 def _find_recipe(word: str) -> Path:
     for path in (Path(word[1:]), ROOT / word[1:]):
         if path.is_file():
             return path
-    recipes = {path.stem: f"@recipes/{path.name}" for path in sorted((ROOT / "recipes").glob("*.args"))}
-    near = nearest(Path(word[1:]).stem, recipes)
-    meant = recipes[near] if near else " or ".join(recipes.values())
-    raise UserError(f"{word}: this recipe does not exist; did you mean {meant}?")
-
-
-def _read_recipe(path: Path) -> list[tuple[str, str, str]]:
-    words, place = [], f"{path}: "
-    try:
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-            place = f"{path} line {number}: "
-            words += [(word, str(path), place) for word in shlex.split(line, comments=True)]
-    except ValueError as e:  # no UTF-8, or an open quote
-        raise UserError(f"{place}{e}") from None
-    if words and words[0][0][:1] not in "-@":
-        raise UserError(f"{path} is not a recipe: it begins with {words[0][0][:40]!r}, but must begin with a flag")
-    return words
+    near = nearest(Path(word[1:]).stem, [path.stem for path in (ROOT / "recipes").glob("*.args")])
+    meant = f"did you mean @recipes/{near}.args?" if near else "`bash launch.sh recipes` lists them"
+    raise UserError(f"{word}: this recipe does not exist; {meant}")
 
 
 def make_parser() -> Parser:
@@ -339,9 +322,9 @@ def make_parser() -> Parser:
 
 def read_run(folder: Path) -> "Config":
     """The settings of a run folder. Those that this version does not know are left out."""
-    values, lists = read_object(folder / "flags.json"), {f.name for f in fields(Config) if isinstance(f.default, tuple)}
-    known = {f.name for f in fields(Config)} & values.keys()
-    return Config(**{name: tuple(values[name]) if name in lists else values[name] for name in known})
+    values, known = read_object(folder / "flags.json"), {f.name for f in fields(Config)}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Config(**{name: value for name, value in (values | lists).items() if name in known})
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:
@@ -355,53 +338,36 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     try:
         return _make_config(settings, [Path(word[1:]).stem for word in argv if word.startswith("@")], trains)
     except UserError as e:
-        raise UserError("\n".join(_locate(line, settings) for line in str(e).split("\n"))) from None
+        _, recipe = settings.get(re.search(r"--(\w+)|$", str(e))[1], ([], ""))
+        raise UserError(f"{recipe}: {e}" if recipe else str(e)) from None
 
 
-def _locate(message: str, settings: dict[str, Setting]) -> str:
-    """Adds the recipe and the line, if the first flag in a message is from one."""
-    flag = re.search(r"--(\w+)|$", message)[1]
-    return settings[flag].place + message if flag in settings else message
+def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
+    values = {f.name: f.default for f in fields(Config)}
+    values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
+    if {"steps", "epochs"} <= settings.keys():
+        raise UserError("--steps and --epochs exclude each other: remove one")
+    if values["lora_weights"] and values["weights"] and "lora" not in settings:
+        from lib.folders import adapter_flags
 
-
-def _make_config(settings: dict[str, Setting], recipes: list[str], trains: bool) -> Config:
-    values = _read_values(settings)
-    _refuse_without_effect(values)
+        theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
+        values |= {name: value for name, value in theirs.items() if name not in settings}
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
     values["out"] = values["out"] or _default_out(values, recipes)
     config = Config(**values)
-    if config.lora_targets in (("all",), ("all-linear",)):
+    if config.lora_targets == ("all",):
         from lib.lora import sizes
 
         config = replace(config, lora_targets=tuple(sizes(config.model_config)))
+    refuse_conflicts(config)
     check_values(config)
     if trains and config.lora and not config.weights:
         raise UserError(f"--lora {config.lora} without --weights would freeze random weights: name --weights")
     if not chose_bytes:
         _check_data(config, trains)
     return config
-
-
-def _read_values(settings: dict[str, Setting]) -> dict:
-    """{field: value}, including defaults and what --lora_weights says."""
-    values, wrong = {}, []
-    for f in fields(Config):
-        try:
-            values[f.name] = _read_value(f, settings[f.name].values) if f.name in settings else f.default
-        except UserError as e:
-            wrong.append(str(e))
-    if {"steps", "epochs"} <= settings.keys():
-        wrong.append("--steps and --epochs exclude each other: remove one")
-    if wrong:
-        raise UserError("\n".join(wrong))
-    if values["lora_weights"] and values["weights"] and "lora" not in settings:
-        from lib.folders import adapter_flags
-
-        theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
-        values |= {name: value for name, value in theirs.items() if name not in settings}
-    return values
 
 
 def _read_value(f: Field, words: list[str]):
@@ -425,37 +391,18 @@ def _read_value(f: Field, words: list[str]):
     return value
 
 
-def _refuse_without_effect(values: dict) -> None:
-    """Refuses a flag that has no effect without another one; see NEEDS."""
-    streams = values["stream"] or any("://" in entry for entry in values["data"] + values["val_data"])
-    given = {name for name, value in values.items() if value not in ("", "off", 0)}
-    given |= {"stream"} if streams else set()
-    wrong = []
-    for name, needed in NEEDS.items():
-        missing = [flag for flag in needed if flag not in given]
-        if missing and values[name] not in (getattr(Config, name), 0):
-            wrong.append(f"--{name} has no effect without --{missing[0]}: add it, or remove --{name}")
-    if wrong:
-        raise UserError("\n".join(wrong))
-
-
 def _settle_model(values: dict) -> None:
     """--model defaults to --weights, and --tokenizer to the tokenizer next to --weights or --model."""
     from lib.tokenizer import holds_tokenizer
 
-    folders, weights = {}, values["weights"]
-    if weights:
-        folders[weights] = local_path(weights, "--weights")
+    weights = values["weights"]
+    folders = {weights: local_path(weights, "--weights")} if weights else {}
     model = values["model"] = values["model"] or weights or "tiny-llama"
     if model not in MODELS and model not in folders:
-        try:
+        near = nearest(Path(model).name.lower(), MODELS)
+        meant = f"did you mean {near}? " if near else ""
+        with naming(f"--model {model}: unknown; {meant}--help lists all. As a folder"):
             folders[model] = local_path(model, "--model")
-        except UserError as e:
-            near = nearest(Path(model).name.lower(), MODELS)
-            meant = f"Did you mean {near}? " if near else ""
-            raise UserError(
-                f"--model {model}: unknown. {meant}Choose from {', '.join(MODELS)}. As a folder: {e}"
-            ) from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
@@ -463,9 +410,7 @@ def _settle_model(values: dict) -> None:
 def _default_out(values: dict, recipes: list[str]) -> str:
     from lib.text import name_of
 
-    model = Path(values["model"])
-    model = f"{model.parent.name}-hf" if model.name == "hf" else model.name  # runs/NAME/hf
-    names = [*(recipes or [model]), *map(name_of, values["data"])]
+    names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
     return "runs/" + "-".join(re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names)
 
 
@@ -476,17 +421,15 @@ def _check_data(c: Config, trains: bool) -> None:
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
-    is_large, first = trains and size > BYTES_UP_TO, [*text, ""][0]
+    is_large, model = trains and size > BYTES_UP_TO, f"--model {c.model} has a vocabulary of {size}"
     _refuse_first(
         (
             is_large and not c.data and (as_bytes or not c.model.startswith("tiny-")),
-            f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer;"
-            " `--tokenizer bytes` tries the built-in text",
+            f"{model}, but no --data; `--tokenizer bytes` tries the built-in text",
         ),
         (
-            is_large and first and as_bytes,
-            f"--model {c.model} has a vocabulary of {size}, but {first} has no --tokenizer: name the model's"
-            " (`python download.py ORG/NAME --skip_model` fetches it), or bytes",
+            is_large and text and as_bytes,
+            f"{model}, but {', '.join(text)} has no --tokenizer: name the model's, or bytes",
         ),
         (
             c.sample_every and as_bytes and any(map(is_shards, c.data)),
@@ -565,59 +508,41 @@ def check_batch(c: Config, world_size: int) -> None:
     if unit and c.batch_tokens % unit:
         near = max(unit, round(c.batch_tokens / unit) * unit)
         raise UserError(
-            f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks"
-            f"{' / context_parallel' * (c.context_parallel > 1)} = {c.micro_batch} x {c.seq_len} x {groups} = {unit}"
-            f"; the nearest multiple is --batch_tokens {near}"
+            f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks / context_parallel ="
+            f" {c.micro_batch} x {c.seq_len} x {groups} = {unit}; the nearest multiple is {near}"
         )
 
 
-NEEDS = {  # the flags without which a flag has no effect
-    "lora_alpha": ("lora",),
-    "lora_targets": ("lora",),
-    "quantize": ("lora",),
-    "lora_weights": ("weights", "lora"),
-    "lanes": ("stream",),
-    "fp8_all_gather": ("fp8",),
-    "fp8_skip": ("fp8",),
-    "keep_every": ("save_every",),
-    "load": ("weights",),
-}
-
-
-class Conflict(NamedTuple):
-    """Two flags that exclude each other, each with its value if only that one conflicts."""
-
-    first: str
-    second: str  # a flag, or SEVERAL
-    reason: str  # and what to do
-
-    def __str__(self) -> str:
-        return f"{self.first} with {self.second}: {self.reason}"
-
-
 SEVERAL = "several processes"
-CONFLICTS = (
-    Conflict("--compile model", "--offload cpu", "parameters are fetched block by block: --compile block"),
-    Conflict("--compile model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
-    Conflict("--offload_activations", "--checkpointing none", "it offloads the block inputs of --checkpointing block"),
-    Conflict("--fp8", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
-    Conflict("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
-    Conflict("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
-    Conflict("--decay_steps", "--schedule constant", "it has no decay; remove one"),
-    Conflict("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
-    Conflict("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
-    Conflict("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),
-    Conflict("--compile model", SEVERAL, "FSDP gathers parameters by block: --compile block"),
+CONFLICTS = (  # two flags, each with its value if only that one conflicts; the reason, and what to do
+    ("--compile model", "--offload cpu", "parameters are fetched block by block: --compile block"),
+    ("--compile model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
+    ("--offload_activations", "--checkpointing none", "it offloads the block inputs of --checkpointing block"),
+    ("--fp8", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
+    ("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+    ("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+    ("--decay_steps", "--schedule constant", "it has no decay; remove one"),
+    ("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
+    ("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
+    ("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),
+    ("--compile model", SEVERAL, "FSDP gathers parameters by block: --compile block"),
 )  # fmt: skip
 
 
-def refuse_conflicts(c: Config, world_size: int) -> None:
-    """Raises UserError with the first conflict between flags."""
-    given = {f"--{name} {value}" for name, value in vars(c).items()}
-    given |= {f"--{name}" for name, value in vars(c).items() if value not in (0, "off")}
-    given |= {SEVERAL} if world_size > 1 else set()
+def refuse_conflicts(c: Config, world_size: int = 0) -> None:
+    """Refuses flags that exclude each other. world_size: 0 for the flags that a user gives, of which it also refuses
+    those that have no effect without another one."""
+    given = {name for name, value in vars(c).items() if value not in (0, "", "off")}
+    if any("://" in entry for entry in c.data + c.val_data):
+        given.add("stream")
+    for f in fields(Config) if world_size == 0 else ():
+        missing = [needed for needed in f.metadata["needs"] if needed not in given]
+        if missing and getattr(c, f.name) not in (f.default, 0):
+            raise UserError(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
     if world_size % c.context_parallel:
         raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
-    for conflict in CONFLICTS:
-        if given.issuperset((conflict.first, conflict.second)):
-            raise UserError(str(conflict))
+    flags = {f"--{name} {value}" for name, value in vars(c).items()} | {f"--{name}" for name in given}
+    flags |= {SEVERAL} if world_size > 1 else set()
+    for first, second, reason in CONFLICTS:
+        if flags.issuperset((first, second)):
+            raise UserError(f"{first} with {second}: {reason}")

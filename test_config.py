@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 import config
 from attention import BACKENDS, PACKED
-from config import NEEDS, Config, check_batch, parse_args, refuse_conflicts
+from config import Config, check_batch, parse_args, refuse_conflicts
 from lib.errors import UserError
 from lib.families import config_json
 from model import MODELS
@@ -50,18 +51,13 @@ def recipe(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, changes", [
     ("--seq_len 64", {"seq_len": 64}), ("--seq_len=64", {"seq_len": 64}), ("--seq-len 64", {"seq_len": 64}),
     ("--seq-len=64", {"seq_len": 64}), ("--seq_len 8 --seq-len=64", {"seq_len": 64}), ("--lr 1", {"lr": 1.0}),
-    ("--check", {"check": True}), ("", {"check": False}), ("--delimiter -1", {"delimiter": -1}),
-    ("--out=--a-b=c", {"out": "--a-b=c"}), ("--track wandb,tensorboard", {"track": ("wandb", "tensorboard")}),
-    *((f"--offload_activations{word} --steps 7", {"offload_activations": value, "steps": 7})
+    ("--check", {"check": True}), ("--delimiter -1", {"delimiter": -1}), ("--out='--a-b=c d'", {"out": "--a-b=c d"}),
+    ("--track wandb,tensorboard", {"track": ("wandb", "tensorboard")}),
+    *((f"--deterministic{word} --steps 7", {"deterministic": value, "steps": 7})
       for word, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items()),
 ])  # fmt: skip
 def test_spellings_and_types_and_later_wins(words, changes):
-    assert parse_args(words.split()) == dataclasses.replace(parse_args([]), **changes)
-
-
-def test_values_may_hold_spaces():
-    c = parse_args(["--data", "my-own text.txt", "b.bin", "--out=--a-b=c d", "--lr", "1"])
-    assert (c.data, c.out, type(c.lr)) == (("my-own text.txt", "b.bin"), "--a-b=c d", float)
+    assert parse_args(shlex.split(words)) == dataclasses.replace(parse_args([]), **changes)
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["choices"]], ids=lambda f: f.name)
@@ -71,7 +67,7 @@ def test_choices(field):
     needed = {"fp8": ["--fp8=tensor"], "weights": ["--weights", str(ROOT), "--model=tiny-llama"]}
     needed["lora"] = ["--lora=4", "--ffn_dim=192"]
     for choice in field.metadata["choices"]:
-        words = [f"--{field.name}={choice}", *needed.get(NEEDS.get(field.name, ("",))[0], [])]
+        words = [f"--{field.name}={choice}", *(word for flag in field.metadata["needs"] for word in needed[flag])]
         assert getattr(parse_args(words), field.name) == choice
     message = refused(f"--{field.name}=nonsense")
     assert f"--{field.name} nonsense" in message and all(choice in message for choice in field.metadata["choices"])
@@ -144,10 +140,9 @@ def test_a_schedule_and_rows_that_are_too_long_are_reported(words, warns, tmp_pa
 
 
 def test_recipes_that_do_not_exist_or_name_themselves(recipe):
-    recipe("one", ""), recipe("two", "@recipes/three.args")
-    for word, missing in (("@recipes/zzzz.args", "zzzz"), ("@recipes/two.args", "@recipes/three.args")):
-        message = refused(word)
-        assert missing in message and "did you mean @recipes/one.args or @recipes/two.args?" in message
+    recipe("base", "")
+    assert "@zzzz: this recipe does not exist; `bash" in refused("@zzzz")
+    assert "@bases: this recipe does not exist; did you mean @recipes/base.args?" in refused(recipe("two", "@bases"))
     recipe("a", "@recipes/b.args"), recipe("b", "@recipes/a.args")
     assert "names itself" in refused("@recipes/a.args")
     assert "names itself" in refused(recipe("c", "@recipes/c.args"))
@@ -155,12 +150,9 @@ def test_recipes_that_do_not_exist_or_name_themselves(recipe):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("--steps 1\n--prompt 'abc\n", "own.args line 2: No closing quotation"),
-    ("--stepps 3", "own.args line 1: .*--steps"), ("# --lrr\n--steps 3  # --lrr\n--dim 64 --lrr 1", "line 3: .*--lrr"),
-    ("\n--lr x", "own.args line 2: --lr x: expected number"), ("--dim 64\n--steps 0", "line 2: --steps 0: it must "),
-    ("--lr 1\n--min_lr 2", "own.args line 2: --min_lr 2.0 is above --lr 1.0"),
-    ("--steps 5\n stray", "own.args line 1: --steps 5 stray: expected integer"),
-    ("root:x:0 secret\nsecret:x:1", "not a recipe: it begins with 'root:x:0'"), ("k" * 999, "begins with 'kkk"),
+    ("--steps 1\n--prompt 'abc\n", "own.args: No closing quotation"), ("--stepps 3", "--stepps; did you mean --steps"),
+    ("# --lr\n--lr x", "own.args: --lr x: expected number"), ("--steps 5\n stray", "--steps 5 stray: expected integer"),
+    ("--lr 1\n--min_lr 2", "own.args: --min_lr 2.0 is above --lr 1.0"), ("secret:x:1", "own.args is not a recipe"),
 ])  # fmt: skip
 def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     said = refused(recipe("own", text))
@@ -173,14 +165,12 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
 @pytest.mark.parametrize("words, message", [
     ("--steps 1.5", "--steps 1.5: expected integer"), ("--steps", "--steps: expected"), ("--steps 5 stray", "5 stray"),
     ("-x", "-x: expected a flag"), ("--offload_activations maybe", "--offload_activations maybe: expected"),
-    ("--stpes 5", "flag --stpes; .* --steps "), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len "),
+    ("--stpes 5", "flag --stpes; .* --steps\\? "), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len\\? "),
     ("--data a.bin --sample_every 5", "--sample_every needs a --tokenizer"),
-    ("--model lama2-7b", f"unknown. Did you mean llama2-7b\\? Choose from {', '.join(MODELS)}"),
-    ("--model Llama-3-8B", "Did you mean llama3-8b"), ("--model a/b", "unknown. Choose"),
+    ("--model lama2-7b", "unknown; did you mean llama2-7b\\? --help lists all"), ("--foo", "flag --foo; --help"),
+    ("--model Llama-3-8B", "did you mean llama3-8b"), ("--model a/b", "unknown; --help lists all"),
     ("recipes/default.args", "name it with an @, as in @recipes/default.args"),
     ("--data a.txt recipes/gpt2-124m.args", "as in @recipes/gpt2-124m.args"),
-    ("--stpes 1 --foo --batch-token 1", "--stpes; .*--steps .*\nunknown flag --foo; --h.*\n.*--batch-token; .*_tokens"),
-    ("--steps 0 --seq_len 0 --schedule x", "--seq_len 0: .*\n--steps 0: .*\n--schedule x: unknown"),
     ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
     (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"), (f"--dim {2**40} --n_heads 4", "no machine holds"),
     ("--min_lr 0.02 --lr 0.01", "--min_lr 0.02 .*--lr 0.01"),
@@ -259,7 +249,7 @@ def test_heads_follow_the_sizes_and_sizes_make_one_model_of_another(words, base,
 @pytest.mark.parametrize("batch_tokens, near", [(1000, 1024), (10, 128), (129, 128)])
 def test_batch_arithmetic(batch_tokens, near):
     c = parse_args(f"--micro_batch 4 --seq_len 16 --batch_tokens {batch_tokens}".split())
-    with pytest.raises(UserError, match=f"{batch_tokens} .*4 x 16 x 2 = 128; .*--batch_tokens {near}"):
+    with pytest.raises(UserError, match=f"{batch_tokens} .*4 x 16 x 2 = 128; the nearest multiple is {near}$"):
         check_batch(c, 2)
     check_batch(dataclasses.replace(c, batch_tokens=near), 2)
     check_batch(dataclasses.replace(c, batch_tokens=near, context_parallel=4), 8)
@@ -283,7 +273,7 @@ def test_rows_that_do_not_divide_are_refused(words, ranks, message):
     ("RECIPE --data a.txt b/", "runs/default-a-b"), ("RECIPE --data a.txt --out mine", "mine"),
     ("RECIPE --data fineweb-1.5 v2.1/c4.en.json.gz:0.3 x.y.bin", "runs/default-fineweb-1.5-c4.en-x.y"),
     *((f"--{flag} {model} --data a.txt", f"runs/{name}-a") for flag in ("weights", "model") for model, name in {
-        "runs/talks/hf": "talks-hf", "meta-llama/Llama-3.1-8B": "Llama-3.1-8B", "x/a.gz": "a.gz"}.items()),
+        "runs/talks/hf": "hf", "meta-llama/Llama-3.1-8B": "Llama-3.1-8B", "x/a.gz": "a.gz"}.items()),
 ])  # fmt: skip
 def test_out_is_named_after_recipe_or_model_and_data(recipe, folder, monkeypatch, words, out):
     name = recipe("default", "--steps 5")

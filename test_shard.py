@@ -282,7 +282,8 @@ def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, dev
     ("--compile model", 2),
 ], strict=True)], ids=str)  # fmt: skip
 def test_what_does_not_work_together_is_refused(conflict, words, ranks):
-    with pytest.raises(UserError, match=f"^{re.escape(str(conflict))}$"):
+    first, second, reason = conflict
+    with pytest.raises(UserError, match=f"^{re.escape(f'{first} with {second}: {reason}')}$"):
         refuse_conflicts(parse_args(words.split()), ranks)
 
 
