@@ -361,7 +361,7 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
     monkeypatch.setattr(guard, "APPEARS", 0)
     monkeypatch.setattr(checkpoint, "find", None)  # nothing is loaded
     output = run_here(tmp_path / "unseen", "--steps", 1, status=2)  # by a rank
-    assert f"--out {tmp_path / 'unseen'} is another folder there" in output
+    assert f"--out {tmp_path / 'unseen'} is not rank 0's folder there" in output
 
 
 # ---- runs of their own

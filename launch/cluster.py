@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
-from lib.errors import Parser, UserError, prepare_python, printable, run_script
+from lib.errors import EXIT, STOP_REASON, Parser, UserError, prepare_python, printable, run_script
 
 if __name__ == "__main__":
     prepare_python()
@@ -46,9 +46,7 @@ from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, w
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
-STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 SUPERVISOR_LOCK = "logs/supervisor.lock"
-EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that ended -> exit status
 
 
 class State(NamedTuple):

@@ -31,8 +31,8 @@ from pathlib import Path
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 START_LIMIT = 60  # seconds for an agent to appear
 WANTED = 100  # MB/s that an all-reduce should reach (1 Gbit/s has 100)
-# The order of an end that has no number from lib/run.py: before all numbers, after them, and of an end that another end
-# has caused.
+# The order of an end, besides 0 (the first cause, as lib/run.py says): before it, after it, and of an end that another
+# end has caused.
 KILLED, SILENT, FOLLOWED = -1, 10**8, 10**9
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = [

@@ -85,6 +85,8 @@ REQUIRED = (
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
 MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, by how much on a GPU"
+EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that ended -> exit status
+STOP_REASON = "launch.sh stop"  # in status.json
 FOLLOWED = 10**9  # the order of an end that another end has caused, as in launch/node.py
 
 
@@ -98,7 +100,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error)
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return 1, f"the disk is full: free some space, then try again: {error}"
+        return 1, f"the disk is full: {error}"
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}"
     traceback.print_exception(error)
@@ -109,7 +111,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
 def write_error(state: str, message: str, order: int, step: int = 0) -> None:
     """Writes error.json into the log folder that torchrun has made for this rank, if there is one. launch/node.py shows
     the launcher these files; torchrun reads `message` and `timestamp`. state: error (the user's), failed or stopped.
-    order: this end's number among the ends of the job's ranks."""
+    order: 0 for the first cause, FOLLOWED for what another end has caused."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         error = dict(kind=state, message=message, order=order, step=step, rank=os.environ.get("RANK"))
         error |= {"host": platform.node(), "timestamp": int(time.time())}

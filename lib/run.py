@@ -25,7 +25,7 @@ from filelock import SoftFileLease, Timeout
 
 from config import Config
 from lib import progress, torch_private
-from lib.errors import FOLLOWED, UserError, describe_error, printable, say_error, write_error
+from lib.errors import EXIT, FOLLOWED, STOP_REASON, UserError, describe_error, printable, say_error, write_error
 from lib.files import write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
@@ -37,9 +37,6 @@ LONG = 1800  # seconds without progress in the start, the first step, an evaluat
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 40.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
-STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
-TRACKERS = ("tensorboard", "wandb")
-EXIT = {"running": None, "finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state -> exit status
 logger = logging.getLogger("flatland")
 
 
@@ -113,9 +110,9 @@ class Clock:
 def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
-        if name not in TRACKERS or importlib.util.find_spec(name) is None:
-            install = f"{sys.executable} -m pip install {' '.join(TRACKERS)}"
-            raise UserError(f"{flag} {name!r}: expected {' or '.join(TRACKERS)}, installed by {install}")
+        if name not in ("tensorboard", "wandb") or importlib.util.find_spec(name) is None:
+            install = f"{sys.executable} -m pip install tensorboard wandb"
+            raise UserError(f"{flag} {name!r}: expected tensorboard or wandb, installed by {install}")
 
 
 # ---- the run
@@ -127,9 +124,9 @@ class Run:
 
         with Run(config, ranks) as run: ...
 
-    An error inside is shown once, and becomes `exit_code`. Each rank that fails takes a number from the store before it
-    ends, and so before another rank can fail because of it: number 1 is the first cause, whatever the clocks of the
-    hosts say. Its message is in the store. Rank 0 writes that to status.json and log.txt."""
+    An error inside is shown once, and becomes `exit_code`. A rank that fails sets the end in the store, if it is not
+    set, before another rank can fail because of it: this is the first cause, whatever the clocks of the hosts say. Rank
+    0 writes it to status.json and log.txt."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
@@ -142,11 +139,9 @@ class Run:
         self.store = ranks.store or dist.HashStore()
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
         self.pending_vote = None
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager:
-        """`with run.phase(name)`: time inside belongs to that part. The watchdog allows --timeout in "data" and
-        "steps", and in any other phase hang_limit without progress."""
-        return self.clock.part(name)
+        # `with run.phase(name)`: time inside belongs to that part. The watchdog allows --timeout in "data" and "steps",
+        # and in any other phase hang_limit without progress.
+        self.phase = self.clock.part
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
@@ -159,21 +154,15 @@ class Run:
         self.is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = take_lock(self.folder)
-        # The launcher and train.sbatch make a log folder of the attempt, and remove older requests to stop.
-        if not any(self.folder.glob(f"logs/*/{os.environ.get('TORCHELASTIC_RUN_ID') or 'none'}")):
-            (self.folder / "logs" / "stop").unlink(missing_ok=True)
         return self.lock.token
 
     def _check_shared(self) -> None:
         """Refuses a folder where this rank's machine does not see the lock that rank 0 took."""
         for _ in range(APPEARS):
-            with contextlib.suppress(OSError):
-                if self.nonce in (self.folder / "lock").read_text(errors="replace"):
-                    return
+            if (self.folder / "lock").exists():
+                return
             time.sleep(0.2)
-        raise UserError(
-            f"--out {self.folder} is another folder there than on rank 0's machine: give an --out that all machines see"
-        )
+        raise UserError(f"--out {self.folder} is not rank 0's folder there: give an --out that all machines see")
 
     def begin(self, step: int, warnings: list[str] = ()) -> None:
         """From now on status.json and log.txt are this job's; `step` is the last finished step. All ranks must
@@ -185,8 +174,8 @@ class Run:
             logger.warning(message)
 
     def write_status(self, state: str, step: int, message: str = "") -> None:
-        """Replaces status.json, unless it tells the end. state: a key of EXIT. Rank 0 calls this."""
-        status = {"state": state, "step": step, "exit_code": EXIT[state], "message": message, "time": time.time()}
+        """Replaces status.json, unless it tells the end. state: running, or a key of EXIT. Rank 0 calls this."""
+        status = {"state": state, "step": step, "exit_code": EXIT.get(state), "message": message, "time": time.time()}
         with self.status_lock:
             if not self.ended:
                 write_json(self.folder / "status.json", status | {"attempt": os.environ.get("TORCHELASTIC_RUN_ID")})
@@ -242,19 +231,17 @@ class Run:
 
     def report(self, state: str, message: str) -> None:
         """Tells that this rank ends. state: error, failed or stopped, as in status.json."""
-        number, first = FOLLOWED, None
+        mine, first = [self.ranks.rank, state, message], None
         with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            number = self.store.add("ends", 1)
-            if number == 1:
-                self.store.set("end", json.dumps([state, message]))
-            first = json.loads(self.store.get("end"))
-        write_error(state, message, FOLLOWED if state == "stopped" else number, self.clock.step)
-        if number == 1 or first != [state, message]:
+            first = json.loads(self.store.compare_set("end", "", json.dumps(mine)))
+        is_cause = first == mine and state != "stopped"
+        write_error(state, message, 0 if is_cause else FOLLOWED, self.clock.step)
+        if first in (None, mine) or first[1:] != mine[1:]:
             say_error(message, "error: " * (state != "stopped"))
         if self.ranks.rank == 0 and self.began and not self.ended:
-            first_state, message = first or (state, message)
+            _, state, message = first or mine
             with contextlib.suppress(OSError):  # the disk is full, or the folder is gone
-                self.write_status(first_state, self.clock.step, message)
+                self.write_status(state, self.clock.step, message)
                 start_logging(self.folder, on_screen=False)  # there it is `error: ...`
                 logger.error(message)
         if self.ranks.world_size > 1 and state != "stopped":
@@ -316,10 +303,10 @@ class Watchdog:
         if not self.run.stop_reason:
             self.run.stop_reason, self.stopped_at = reason, now
         if "now" in requests or (reason != STOP_REASON and now - self.stopped_at > TOGETHER):
-            self._end("stopped", "stopped at once, without saving")
+            self._end("stopped", f"stopped at once by {reason}, without saving")
         if self.clock.stack[-1] in ("start", "compile"):  # nothing is to be saved
             # Of several ranks, status 1 makes torchrun end the others.
-            self._end("stopped", "stopped before the first step", int(self.ranks.world_size > 1))
+            self._end("stopped", f"stopped by {reason} before the first step", int(self.ranks.world_size > 1))
 
     def _idle(self) -> float:
         """Seconds since this rank's last step or progress."""
@@ -371,6 +358,8 @@ class Watchdog:
     def _end(self, state: str, what: str, code: int = 1) -> None:
         """Ends this process with the status `code`."""
         self.run.report(state, f"{self.ranks.name}: {what}")
+        if state == "stopped":
+            (self.run.folder / "logs" / "stop").unlink(missing_ok=True)
         os._exit(code)
 
 
@@ -386,9 +375,7 @@ def take_lock(folder: Path) -> SoftFileLease:
     with contextlib.suppress(Timeout):
         lock.acquire(timeout=PATIENCE)
         return lock
-    owner = lock.owner  # None: it died before it wrote its name
-    who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
     raise UserError(
-        f"--out {folder}: {who} is training there; stop it with `bash launch.sh stop`, or remove {folder}/lock if"
-        " no job is training there"
+        f"--out {folder}: the process in {folder}/lock is training there; stop it with `bash launch.sh stop`, or remove"
+        " the lock if that process is dead"
     )
