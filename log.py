@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import ROOT, human, plural, read_json, write_json, write_whole
+from lib.files import ROOT, human, read_json, write_json, write_whole
 
 if __name__ == "__main__":
     prepare_python()
@@ -42,6 +43,7 @@ from model import IGNORE, Transformer
 from optim import DTYPES, trainable_parameters
 from shard import mesh_shape
 
+DRAW_EVERY = 60  # seconds between two drawings of curves.png
 LINE = (  # of a record on the screen, which other programs parse
     "Batch {step} Loss: {loss:.5f}, Speed: {samples_per_s:.2f} samples/sec, lr: {lr:.6f}, {tok_per_s:.0f} tok/s,"
     " mfu {mfu:.1%}, grad norm {grad_norm:.3f}, mem {mem_gib:.2f} GiB"
@@ -66,7 +68,7 @@ def describe_model(model: Transformer) -> None:
     logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
 
 
-def profile_steps(run, start: int) -> profile:
+def profile_steps(run) -> profile:
     """torch's profiler for --profile steps of rank 0, from the fourth step of this start on; it writes profile/ when
     they are done. Call its step() after each step. run: a lib.run.Run."""
     steps, folder, device = run.config.profile, run.folder / "profile", run.ranks.device
@@ -82,7 +84,6 @@ def profile_steps(run, start: int) -> profile:
             (folder / "table.txt").write_text(table)
             logger.info(f"Profile of rank 0: {folder}, table.txt and a trace for https://ui.perfetto.dev")
 
-    logger.info(f"Profiling {plural(steps, 'step')} after step {start + PROFILE_AFTER}, which slows them")
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 
@@ -132,7 +133,7 @@ class Log:
         self.mesh = mesh_shape(config.shard_size, self.ranks.world_size)  # replicas, shards
         self.trackers = {}
         self.drawing = None  # a process that draws
-        self.drawn_at, self.draw_seconds, self.step_seconds = -math.inf, 1.0, 0.0  # the first imports matplotlib
+        self.drawn_at = -math.inf
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
             keep_records(self.file, start)
@@ -213,7 +214,6 @@ class Log:
         record = {"step": step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= self._speed(step)
         record |= self._gather(record["data_ms"])
-        self.step_seconds = record["step_ms"] / 1e3
         if val_loss is not None:
             record["val_loss"] = val_loss
             if self.val_bytes:
@@ -257,25 +257,18 @@ class Log:
                 logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
 
     def draw(self, last: bool = False) -> None:
-        """Draws curves.png on rank 0: in another process if the last drawing took longer than a step, and in at most a
-        twentieth of the time. last: at the end, when nothing waits for it."""
+        """Draws curves.png on rank 0, in another process, at most once in DRAW_EVERY seconds and at the end (`last`),
+        where it waits."""
         now = time.perf_counter()
-        if self.drawing and last:
-            self.drawing.wait()
-        busy = self.drawing and self.drawing.poll() is None
-        if self.ranks.rank or busy or (now < self.drawn_at + 20 * self.draw_seconds and not last):
+        if self.ranks.rank or (now < self.drawn_at + DRAW_EVERY and not last):
             return
-        self.drawn_at = now
-        if self.draw_seconds > self.step_seconds and not last:
-            command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
-            self.drawing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-            return
+        command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
         with self.run.phase("plots"):
-            try:
-                curves.draw_run(self.run.folder)
-            except Exception as e:  # a picture is no reason to end a run
-                logger.warning(f"curves.png was not drawn: {type(e).__name__}: {e}")
-        self.draw_seconds = time.perf_counter() - now
+            if self.drawing:
+                self.drawing.wait()
+            self.drawn_at, self.drawing = now, subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            if last and self.drawing.wait():
+                logger.warning(f"curves.png was not drawn: {shlex.join(command)} fails")
 
 
 def keep_records(file: Path, start: int) -> None:

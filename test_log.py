@@ -271,39 +271,28 @@ def test_curves(tmp_path, passes):
     assert len(lines["loss"]) == 3 and len(lines["val_bpb"]) == 1
 
 
-def test_when_and_where_curves_are_drawn(tmp_path, passes, monkeypatch, caplog):
-    """Here, until a drawing takes longer than a step; then in a process, one at a time and in a twentieth of the time.
-    At the end here again. A drawing that fails is reported."""
-    run, drawn, started = make_log(tmp_path), [], []
-    busy = mock.Mock(poll=lambda: None)
-    monkeypatch.setattr(log.curves, "draw_run", lambda folder: drawn.append(passes(1.0)))
-    monkeypatch.setattr(log.subprocess, "Popen", lambda *_, **__: started.append(busy) or busy)
-
-    def counts(seconds: float, step_seconds: float) -> tuple[int, int]:
+def test_curves_are_drawn_by_another_process(tmp_path, passes, monkeypatch, caplog):
+    """At most once a minute, and at the end, where a drawing that fails is reported."""
+    run, started = make_log(tmp_path), []
+    process = mock.Mock(wait=lambda: 1)
+    monkeypatch.setattr(log.subprocess, "Popen", lambda *_, **__: started.append(process) or process)
+    for seconds, count in ((0, 1), (30, 1), (40, 2)):
         passes(seconds)
-        run.step_seconds = step_seconds
         run.draw()
-        return len(drawn), len(started)
-
-    assert [counts(0, 5.0), counts(18, 5.0), counts(2, 5.0)] == [(1, 0), (1, 0), (2, 0)]
-    assert [counts(21, 0.5), counts(99, 0.5)] == [(2, 1), (2, 1)]  # the process still draws
-    busy.poll = lambda: 0
-    assert counts(1, 0.5) == (2, 2)
-    monkeypatch.setattr(log.curves, "draw_run", mock.Mock(side_effect=OSError("disk full")))
+        assert len(started) == count
     monkeypatch.setattr(logger, "propagate", True)
     with run:
         pass
-    assert busy.wait.called and "curves.png was not drawn: OSError: disk full" in caplog.text
+    assert (
+        len(started) == 3
+        and f"curves.png was not drawn: {sys.executable} -m lib.curves {tmp_path} fails" in caplog.text
+    )
 
 
-def test_a_long_run_costs_a_bounded_number_of_points(monkeypatch):
-    """Every record from the first on, with a stride; validations have their own stride."""
-    monkeypatch.setattr(curves, "POINTS", 10)
-    records = [{"step": i, "loss": float(i)} | ({"val_loss": 2.0} if i % 25 == 0 else {}) for i in range(1000)]
-    chosen = curves._select([*records, {"step": 1000, "save_ms": 1.0}, {"step": 1001, "loss": None}])
-    assert [r["step"] for r in chosen if "val_loss" in r and r["step"] % 101] == [*range(125, 1000, 125)]
-    assert [r["step"] for r in chosen if r["step"] % 125] == [*range(101, 1000, 101)] and len(chosen) < 20
-    assert chosen[8]["mean_loss"] == sum(r["step"] for r in chosen[6:11]) / 5
+def test_the_mean_loss_is_of_the_records_around(tmp_path):
+    chosen = curves._select([{"step": i, "loss": float(i * i)} for i in range(1000)] + [{"step": 1000, "save_ms": 1.0}])
+    assert chosen[500]["mean_loss"] == sum(i * i for i in range(490, 511)) / 21
+    assert chosen[0]["mean_loss"] == sum(i * i for i in range(11)) / 11 and len(chosen) == 1000
 
 
 def test_runs_are_drawn_over_each_other(tmp_path):
@@ -316,7 +305,7 @@ def test_runs_are_drawn_over_each_other(tmp_path):
     assert [points.tolist() for points in second] == [[[50, 3.0]]] * 2
     assert min(mean[20:, 1]) > 4 and max(mean[20:, 1]) < 10
     empty = write_run(tmp_path / "empty", [], 1)
-    for folder, out, message in ((tmp_path, "a.png", "no step"), (empty, "a.png", "no step"), (two, "a.txt", "txt")):
+    for folder, out, message in ((tmp_path, "a.png", "no step"), (empty, "a.png", "no step")):
         with pytest.raises(errors.UserError, match=message):
             log.main(["plot", str(folder), "-o", str(tmp_path / out)])
 

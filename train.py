@@ -139,7 +139,7 @@ def train(run: Run) -> None:
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    with saver, log, profile_steps(run, start) as profiler:
+    with saver, log, profile_steps(run) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):

@@ -2,18 +2,15 @@
 
     python -m lib.curves RUN        draws RUN/curves.png
 
-It needs no torch. A picture shows every record of a short run, or about POINTS evenly spaced ones and as many with a
-validation."""
+It needs no torch."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import sys
 from pathlib import Path
-from statistics import fmean
-
-from lib.errors import UserError
 
 PANELS = {  # fields of metrics.jsonl, and their labels
     "loss": "loss (nats per token)",
@@ -30,7 +27,6 @@ STYLES = {  # the name in the legend and the style of fields
     "val_loss": ("validation", DOTS),
     "val_bpb": ("", DOTS),
 }
-POINTS = 2000
 logger = logging.getLogger("flatland")
 
 
@@ -51,13 +47,11 @@ def read_records(folder: Path) -> list[dict]:
 def _select(records: list[dict]) -> list[dict]:
     """The records that are drawn, each with the mean loss of a fiftieth of them, but at least five, around it."""
     steps = [record for record in records if isinstance(record.get("loss"), float)]
-    validated = [record for record in steps if "val_loss" in record]
-    chosen = steps[:: 1 + len(steps) // POINTS] + validated[:: 1 + len(validated) // POINTS]
-    chosen = [*{record["step"]: record for record in sorted(chosen, key=lambda record: record["step"])}.values()]
-    beside = max(2, len(chosen) // 100)
-    for i, record in enumerate(chosen):
-        record["mean_loss"] = fmean(near["loss"] for near in chosen[max(0, i - beside) : i + beside + 1])
-    return chosen
+    sums, beside = [0.0, *itertools.accumulate(record["loss"] for record in steps)], max(2, len(steps) // 100)
+    for i, record in enumerate(steps):
+        first, end = max(0, i - beside), min(len(steps), i + beside + 1)
+        record["mean_loss"] = (sums[end] - sums[first]) / (end - first)
+    return steps
 
 
 def draw_runs(folders: list[Path], out: Path) -> None:
@@ -83,10 +77,7 @@ def draw_runs(folders: list[Path], out: Path) -> None:
         axis.grid(alpha=0.3)
     panels["grad_norm"].set_yscale("log")
     panels["loss"].legend(fontsize=8)
-    try:
-        figure.savefig(out, dpi=100)
-    except ValueError as e:  # matplotlib does not know the suffix
-        raise UserError(f"-o {out}: {e}") from None
+    figure.savefig(out, dpi=100)
 
 
 def draw_run(folder: Path) -> None:
