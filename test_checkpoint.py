@@ -370,7 +370,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):
     with pytest.raises(OSError, match="No space left on device") as error:
         save(disk, 2, model, optimizer, {}, config)
     message = describe_error(error.value)[1]
-    assert re.match("the disk is full: .* No space left on device, it needs 1.51 MB, [0-9]+ kB are free: ", message)
+    assert re.match("the disk is full: .* No space left on device: ", message)
     assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["step-00000001"]
     assert checkpoint.find(config)[0].step == 1
 

@@ -31,15 +31,7 @@ from torch import Tensor
 from lib import lora
 from lib.errors import UserError, naming
 from lib.families import FAMILIES, family, read_config
-from lib.files import (
-    MISSING_FILE,
-    amount,
-    describe_content,
-    free_space,
-    read_object,
-    retry,
-    sample_digest,
-)
+from lib.files import MISSING_FILE, describe_content, fsync_path, read_object, retry, sample_digest
 from lib.hub import local_path
 from lib.lora import Read, Settings
 from lib.ranks import ALONE, Ranks, on_first_rank
@@ -201,20 +193,17 @@ def _shift(ranges, origins):
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
-    refuses it, and the bytes that are needed and free."""
+    refuses it."""
 
     def write() -> None:
         try:
             save_file(tensors, path, {"format": "pt"})
         except SafetensorError as e:
-            code = _code_of(e) or errno.EIO
             path.unlink(missing_ok=True)
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            room = f"it needs {amount(size)}, {amount(free_space(path)[0])} are free"
-            raise OSError(code, f"{os.strerror(code)}, {room}", str(path)) from None
+            code = _code_of(e) or errno.EIO
+            raise OSError(code, os.strerror(code), str(path)) from None
         path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        fsync_path(path)
 
     retry(write, path)
 
@@ -229,16 +218,15 @@ def find_files(folder: Path) -> list[Path]:
         return [single]
     if not index.exists():
         raise UserError(
-            f"{folder} holds neither model.safetensors nor its index (`python download.py ORG/NAME` adds them). Pickles"
-            " are not loaded: they can run code. If you trust its source, convert it in Python: from transformers"
-            " import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW)"
+            f"{folder} holds neither model.safetensors nor its index: `python download.py ORG/NAME` adds them. Pickles"
+            " are not loaded, because they can run code: convert them with save_pretrained of transformers"
         )
     table = read_object(index).get("weight_map")
     if not isinstance(table, dict):
         raise UserError(f"{index}: it has no weight_map")
     names = {*map(str, table.values())}
     if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
-        raise UserError(f"{folder} lacks {len(missing)} files that its index names: {sorted(missing)[:4]}")
+        raise UserError(f"{folder} lacks files that its index names: {sorted(missing)[:4]}")
     return [folder / name for name in sorted(names)]
 
 
@@ -252,34 +240,33 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
-    return _reader(folder, pieces(config), find_files(folder))
+    files = [TensorFile(path) for path in find_files(folder)]
+    names = " ".join(name for file in files for name in file.entries)
+    layers = len({*re.findall(r"\b(?:layers|h)\.(\d+)\.", names)})
+    if layers != config.n_layers:  # first, because a list of the tensors of many layers takes long
+        raise UserError(f"{folder} has {layers} layers, but its config.json names {config.n_layers}")
+    return _reader(folder, pieces(config), files)
 
 
-def _reader(folder, plan, paths, remedy=""):
+def _reader(folder, plan, files, remedy=""):
     """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
     expected = {piece.name: piece.stored for row in plan.values() for piece in row}
     stored, wrong, head = {}, [], None  # stored: the file of each tensor, its name there, and its dtype
-    for file in map(TensorFile, paths):
+    for file in files:
         for name, (dtype, shape) in file.entries.items():
             # Files that were saved without the head lack the names' first part.
             full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
-            if full in stored:
-                wrong.append(f"{full!r} is stored a second time")
-            elif full in expected or not IGNORED.search(name):
+            if full in expected and (dtype not in FLOATS or shape != expected[full]):
+                wrong.append(f"{name} is {list(shape)} {dtype}, expected {list(expected[full])}")
+            if full in expected or not IGNORED.search(name):
                 stored[full] = file, name, dtype
             elif name == HEAD:
                 head = file
-            if full in expected and (dtype not in FLOATS or shape != expected[full]):
-                wanted = f"{list(expected[full])} in float32, float16 or bfloat16"
-                wrong.append(f"{name!r} has shape {list(shape)} and dtype {dtype}, expected {wanted}")
     missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
-    if extra:
-        wrong.insert(0, f"unexpected {len(extra)}: {extra[:4]}")
-    if missing:
-        layers = sorted({*map(int, re.findall(r"\blayers\.(\d+)", " ".join(missing)))})
-        wrong.insert(0, f"missing {len(missing)}, in layers {str(layers)[:90]}: {missing[:4]}")
-    if wrong:
-        raise UserError(f"{folder} does not fit the model: {'; '.join(wrong[:4])}{remedy}")
+    if wrong or missing or extra:
+        problems = {"missing": missing, "unexpected": extra, "of another shape or dtype": wrong}
+        listed = "; ".join(f"{what}: {names[:4]}" for what, names in problems.items() if names)
+        raise UserError(f"{folder} does not fit the model; {listed}{remedy}")
 
     def read_piece(piece, slices):
         file, name, _ = stored[piece.name]
@@ -293,13 +280,12 @@ def _reader(folder, plan, paths, remedy=""):
         return assemble(slices, [s.stop for s in row[-1].place], dtype, sources)
 
     if head:
-        embedding = plan["embed_tokens.weight"][0].stored
-        whole = tuple(slice(0, size) for size in embedding)
-        values = read("embed_tokens.weight", whole).float()
-        if head.entries[HEAD][1] != embedding or not torch.equal(head.read(HEAD, whole).float(), values):
+        whole = slice(None), slice(None)
+        values = read("embed_tokens.weight", whole)
+        if not torch.equal(head.read(HEAD, whole).to(values.dtype), values):
             raise UserError(
                 f"{head.path}: {HEAD} differs from the embedding, but config.json ties them: set its"
-                " tie_word_embeddings to false to use this head, as transformers does, or remove the tensor"
+                " tie_word_embeddings to false to use this head"
             )
     return read
 
@@ -362,7 +348,7 @@ def open_adapter(folder: Path, config: Settings) -> Read:
     if (rank, alpha, {*targets}) != (config.lora, config.lora_alpha, {*config.lora_targets}):
         flags = f"--lora {rank} --lora_alpha {alpha} --lora_targets {','.join(targets)}"
         raise UserError(f"--lora_weights {folder}: give {flags}, or none of the three")
-    return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"], MERGE)
+    return _reader(folder, adapter_pieces(config), [TensorFile(folder / "adapter_model.safetensors")], MERGE)
 
 
 # ---- the model of a checkpoint

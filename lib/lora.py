@@ -67,16 +67,11 @@ def check_flags(config: Settings) -> None:
     known = sizes(config.model_config)
     unknown = [target for target in config.lora_targets if target not in known]
     if unknown or not config.lora_targets:
-        raise UserError(
-            f"--lora_targets {','.join(unknown)}: {config.model} can have adapters for"
-            f" {','.join(known) or 'no projection'}"
-        )
-    limit = min(min(known[target]) for target in config.lora_targets)
-    if config.lora > limit:
-        raise UserError(f"--lora {config.lora}: the smallest weight of the --lora_targets allows at most {limit}")
-    odd = {width for _, width in known.values() if width % nf4.BLOCK}
-    if config.quantize == "nf4" and (config.model_config.n_experts or odd):
-        raise UserError(f"--quantize nf4: {config.model} has stacked experts, or rows not divisible by 64: {odd or ''}")
+        names = ",".join(known) or "no projection"
+        raise UserError(f"--lora_targets {','.join(unknown)}: {config.model} can have adapters for {names}")
+    is_odd = any(width % nf4.BLOCK for _, width in known.values())
+    if config.quantize == "nf4" and (config.model_config.n_experts or is_odd):
+        raise UserError(f"--quantize nf4: {config.model} has stacked experts, or rows not divisible by 64")
 
 
 def flops_per_token(config: Settings) -> int:

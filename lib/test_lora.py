@@ -183,8 +183,6 @@ def test_another_base_is_refused(run):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--lora 65", "--lora 65: the smallest weight of the --lora_targets allows at most 32"),
-    ("--lora 65 --lora_targets q", "allows at most 64"),
     ("--lora 4 --lora_targets q,query", "--lora_targets query: tiny-llama can have adapters for q,k,v,o,gate,up,down$"),
     ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama can have"),
     ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o$"),
@@ -215,7 +213,7 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path):
             open_adapter(tmp_path, config)
     path.write_text(json.dumps(values | {"init_lora_weights": "eva", "exclude_modules": None}))
     for flags, message in (
-        ({"dim": 128, "n_heads": 8}, r"has shape \[3, 64\] and dtype torch.float32, expected \[3, 128\]"),
+        ({"dim": 128, "n_heads": 8}, r"is \[3, 64\] torch.float32, expected \[3, 128\]"),
         ({"n_layers": 3}, "does not fit the model"),
     ):
         with pytest.raises(UserError, match=message):
@@ -223,5 +221,5 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path):
     open_adapter(tmp_path, config)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file({name: t for name, t in tensors.items() if "layers.0" in name}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"missing 4, in layers \[1\]: .*merge .* merge_and_unload"):
+    with pytest.raises(UserError, match=r"missing: .*layers\.1\..*merge .* merge_and_unload"):
         open_adapter(tmp_path, config)

@@ -245,14 +245,14 @@ C_FC, W2 = "transformer.h.0.mlp.c_fc.weight", "model.layers.1.block_sparse_moe.e
 
 
 @pytest.mark.parametrize("name, wrong, message", [
-    ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, rf"missing 1, in layers \[1\]: \['{Q}'\]$"),
-    ("llama3", lambda t: t | {"\x1b[31m": torch.zeros(3)}, r"fit the model: unexpected 1: .'\\x1b\[31m'"),
-    ("llama3", lambda t: t | {Q.replace("weight", "bias"): torch.zeros(64)}, "1: .*1.self_attn.q"),
-    ("gpt2", lambda t: t | {C_FC: t[C_FC].T.contiguous()}, rf"'{C_FC}' has shape \[48, 64\].*expected \[64, 48\]"),
-    ("mixtral", lambda t: t | {W2: t[W2].T.contiguous()}, rf"'{W2}' has shape \[48, 64\].*expected \[64, 48\]"),
-    ("mixtral", lambda t: {n: t[n] for n in t if "experts.3" not in n}, "missing 6, in layers .0, 1.:.*experts.3"),
-    ("llama3", lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, f"'{Q}' has .*float8_e4m3fn, expected"),
-    ("llama3", lambda t: t | {Q.removeprefix("model."): t[Q].clone()}, f"'{Q}' is stored a second time"),
+    ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, rf"missing: \['{Q}'\]$"),
+    ("llama3", lambda t: t | {"\x1b[31m": torch.zeros(3)}, r"fit the model; unexpected: .'\\x1b\[31m'"),
+    ("llama3", lambda t: t | {Q.replace("weight", "bias"): torch.zeros(64)}, "unexpected: .*1.self_attn.q"),
+    ("gpt2", lambda t: t | {C_FC: t[C_FC].T.contiguous()}, rf"{C_FC} is \[48, 64\].*expected \[64, 48\]"),
+    ("mixtral", lambda t: t | {W2: t[W2].T.contiguous()}, rf"{W2} is \[48, 64\].*expected \[64, 48\]"),
+    ("mixtral", lambda t: {n: t[n] for n in t if "experts.3" not in n}, "missing: .*experts.3"),
+    ("llama3", lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, f"{Q} is .*float8_e4m3fn, expected"),
+    ("llama3", lambda t: {n: v for n, v in t.items() if "layers.1" not in n}, "has 1 layers, but .* names 2"),
 ])  # fmt: skip
 def test_other_tensors_are_refused(tmp_path, name, wrong, message):
     folder = save(tmp_path, name)
@@ -264,12 +264,17 @@ def test_other_tensors_are_refused(tmp_path, name, wrong, message):
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"
 
 
-@pytest.mark.parametrize("key", SIZES)
-def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, key):
+@pytest.mark.parametrize("key, value, message", [
+    *((key, 2**31, r"does not fit the model; .* is \[.*expected \[.*\d{10}") for key in SIZES),
+    ("num_hidden_layers", 10_000, "has 2 layers, but its config.json names 10000"),
+])  # fmt: skip
+def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, monkeypatch, key, value, message):
     folder = save(tmp_path, "llama3")
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {key: 2**31}))
-    with pytest.raises(UserError, match=r"does not fit the model: .*' has shape .*expected \[.*\d{10}"):
+    (folder / "config.json").write_text(json.dumps(values | {key: value}))
+    if value == 10_000:
+        monkeypatch.setattr(folders, "pieces", None)  # a list of their tensors takes long
+    with pytest.raises(UserError, match=message):
         load_model(folder)
 
 
@@ -277,7 +282,7 @@ def test_wrong_index(tmp_path):
     """Files outside the folder are not read."""
     folder, outside = save(tmp_path, "llama3", shard="40KB"), {"weight_map": {"a": "../x.safetensors", "b": 5}}
     for text, message in (
-        (json.dumps(outside), "lacks 2 files that its index names: .'../x.safetensors', '5'"),
+        (json.dumps(outside), "lacks files that its index names: .'../x.safetensors', '5'"),
         ('{"weight_map": ["x.safetensors"]}', "it has no weight_map"),
         ("[]", "holds a list, not an object"), ("{", "is damaged"),
     ):  # fmt: skip
@@ -285,23 +290,12 @@ def test_wrong_index(tmp_path):
         with pytest.raises(UserError, match=f"{folder}.*{message}"):
             load_model(folder)
     (folder / INDEX).unlink()
-    with pytest.raises(UserError, match="holds neither model.safetensors nor its index"):
+    with pytest.raises(UserError, match="holds neither model.safetensors nor .* Pickles are not loaded"):
         load_model(folder)
     (folder / "config.json").unlink()
     for missing in (folder, tmp_path / "nowhere"):
         with pytest.raises(UserError, match=re.escape(str(missing))):
             load_model(missing)
-
-
-def test_pickles_are_refused_with_a_conversion_that_works(tmp_path):
-    """Runs the Python code in the message."""
-    folder = save(tmp_path, "gpt2")
-    (folder / "model.safetensors").unlink()
-    torch.save(reference("gpt2").state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="can run code. If you trust its source") as e:
-        load_model(folder)
-    exec(str(e.value).partition("in Python: ")[2], {"FOLDER": folder, "NEW": tmp_path / "new"})
-    assert error(load_model(tmp_path / "new").logits(TOKENS), reference("gpt2")(TOKENS).logits) < 1e-5
 
 
 # ---- config.json
