@@ -27,7 +27,7 @@ import node
 from config import DEFAULT
 from lib.errors import Parser, UserError, printable, within
 from lib.files import ROOT
-from node import hash_of, last_line, own_files
+from node import digest, last_line, own_files
 from settings import SETTINGS
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
@@ -47,7 +47,6 @@ class Host:
     session: str = ""
     address: str = ""  # as the other hosts reach it
     devices: list | None = None  # its share of the GPUs; None without GPUs
-    ranks_here: int = 0  # ranks on its machine, including other nodes
     last: dict = field(default_factory=dict)  # its last answer
     heard: float = 0.0  # the time of that answer
     silence: str = ""  # the problem when it last stopped to answer
@@ -61,10 +60,9 @@ class Host:
         """A line about a host that did not do as asked, with what to try; empty if it did."""
         if "refused" in self.last:
             return f"{self.label}: {self.last['refused']}"
-        reason = self.last.get("silent", "")
-        if "can't open file" in reason:
-            return f"{self.label}: there is no {ROOT}/launch/node.py; bash launch.sh sync --hosts {self.name}"
-        return f"{self.label} does not answer: {reason}. Try: ssh ssh://{self.name} true" * bool(reason)
+        if "silent" in self.last:
+            return f"{self.label} does not answer: {self.last['silent']}. Try: ssh ssh://{self.name} true"
+        return ""
 
     def ssh(self, options: str) -> list[str]:
         return ["ssh", *shlex.split(options), "--", f"ssh://{self.name}"]
@@ -92,11 +90,6 @@ class Host:
 
 def say(text: str, stream=None, end: str = "\n") -> None:
     print(printable(text), file=stream, end=end, flush=True)
-
-
-def refuse(problems: list[str]) -> None:
-    if problems:
-        raise UserError("\n".join(problems))
 
 
 def columns(rows: list) -> str:
@@ -164,47 +157,39 @@ def read_hosts(listed: str | None) -> list[Host]:
 
 
 def survey(hosts: list[Host], job: dict) -> None:
-    """Examines all hosts at once and settles their addresses, GPUs and ranks. Raises one UserError with all
-    problems."""
-    refuse(ask(hosts, job, "probe", 60, files=own_files()))
-    problems = []
-    for host in hosts:
-        if wrong := ", ".join(host.last["differ"][:5]):
-            problems.append(f"{host.label}: missing or not as here: {wrong}; bash launch.sh sync --hosts {host.name}")
+    """Examines all hosts at once and settles their addresses, GPUs and ranks. UserError with all problems."""
+    files = [*own_files(), INSTALLED]
+    problems, here = ask(hosts, job, "probe", 60, files=files), digest(files)
+    problems += [f"{h.label}: other code or packages than here" for h in hosts if h.last.get("digest", here) != here]
+    if problems:
+        raise UserError("\n".join([*problems, "To copy code and packages: bash launch.sh sync"]))
     settle_addresses(hosts)
-    for address in {host.address for host in hosts}:
-        problems += share_machine([host for host in hosts if host.address == address], job["nproc"])
-    without = ", ".join(h.label for h in hosts if not h.devices)
-    if without and any(h.devices for h in hosts):
-        problems.append(f"{without}: no GPU, while others have some; leave it out, or set CUDA_VISIBLE_DEVICES=")
-    refuse(problems)
+    share_gpus(hosts, job["nproc"])
+    without = ", ".join(host.label for host in hosts if not host.devices)
+    if without and any(host.devices for host in hosts):
+        raise UserError(f"{without}: no GPU, while others have some")
 
 
 def settle_addresses(hosts: list[Host]) -> None:
     """Sets the address that the other hosts use for each host: its ssh connection came in there. Its name may resolve
     to another address, or on Debian to 127.0.1.1."""
+    remote = [host.last["connection"] for host in hosts if not host.local]
+    away = [connection for connection in remote if not connection[2].startswith("127.")]
     for host in hosts:
         host.address = "127.0.0.1" if host.local else host.last["connection"][2]
-    away = next((h for h in hosts if not h.address.startswith("127.")), None)
-    for host in hosts:
         if away and host.address.startswith("127."):  # this machine, as a host elsewhere sees it
-            host.address = away.last["connection"][0]
+            host.address = away[0][0]
 
 
-def share_machine(together: list[Host], nproc: int) -> list[str]:
-    """Divides a machine's GPUs evenly among its nodes -> problems."""
-    visible, problems = together[0].last["gpus"], []
-    share = len(visible) // len(together)
-    for i, host in enumerate(together):
+def share_gpus(hosts: list[Host], nproc: int) -> None:
+    """Divides each machine's GPUs evenly among its nodes. If there are fewer GPUs than nodes, they train on the CPU."""
+    for host in hosts:
+        together = [other for other in hosts if other.address == host.address]
+        visible = host.last["gpus"]
+        share = len(visible) // len(together)
+        first = share * together.index(host)
+        host.devices = visible[first : first + share] if visible else None
         host.slots = nproc or host.slots or share or 1
-        host.devices = visible[i * share :][: host.slots] if visible else None
-        if visible and host.slots > share:
-            problems.append(
-                f"{host.label}: {host.slots} processes for {share} visible GPUs (--nproc, or slots=N in hosts)"
-            )
-    for host in together:
-        host.ranks_here = sum(h.slots for h in together)
-    return problems
 
 
 def check_command(job: dict, hosts: list[Host]) -> list[str]:
@@ -217,27 +202,22 @@ def check_command(job: dict, hosts: list[Host]) -> list[str]:
 
 
 def verb_sync(words: list[str]) -> None:
-    """Copies code and environment to all hosts at once."""
+    """Copies the code to the same path on all hosts at once, and .venv where its list of packages differs."""
     Parser({"--hosts": FLAGS["--hosts"]}, prog="launch.sh sync", add_help=False).parse_args(words)
     hosts, job = read_job(words)
-    away = [host for host in hosts if not host.local]
-    refuse(list(filter(None, on_all(lambda host: copy_files(host, job), away))))
+    root, names = shlex.quote(str(ROOT)), shlex.join(own_files())
 
+    def copy(host: Host) -> None:
+        there = host.call(job, "probe", 60, files=[INSTALLED], cwd="/").get("digest")
+        venv = "" if there == digest([INSTALLED]) else ".venv"
+        # The list of packages comes last: a copy that was interrupted does not look complete.
+        pack = f"tar -cf - --exclude={INSTALLED} {names} {venv} && tar -cf - {INSTALLED}"
+        unpack = shlex.join([*host.ssh(job["ssh"]), f"mkdir -p {root} && tar -C {root} -xif -"])
+        if subprocess.run(["bash", "-o", "pipefail", "-c", f"({pack}) | {unpack}"], cwd=ROOT).returncode:
+            raise UserError(f"{host.label}: the copy failed, see above")
+        say(f"{host.label}: has the files of this folder")
 
-def copy_files(host: Host, job: dict) -> str:
-    """Copies the code to the host's same path, and .venv if its list of packages differs -> the problem."""
-    installed, root = {INSTALLED: hash_of(INSTALLED)}, shlex.quote(str(ROOT))
-    differ = host.call(job, "probe", 60, files=installed, cwd="/").get("differ", True)  # without node.py: everything
-    names = shlex.join([*own_files(), *[".venv"] * bool(differ)])
-    # The list of packages comes last: a copy that was interrupted does not look complete.
-    pack = f"tar -cf - --exclude={INSTALLED} {names} && tar -cf - {INSTALLED}"
-    unpack = f"mkdir -p {root} && tar -C {root} -xif -"
-    copy = f"({pack}) | {shlex.join([*host.ssh(job['ssh']), unpack])}"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", copy], cwd=ROOT)
-    if done.returncode:
-        return f"{host.label}: the copy failed with status {done.returncode}"
-    say(f"{host.label}: has the files of this folder")
-    return ""
+    on_all(copy, [host for host in hosts if not host.local])
 
 
 # ---- doctor
@@ -257,8 +237,6 @@ def verb_doctor(words: list[str]) -> int:
     for host, check, facts in zip(hosts, checks, measures, strict=True):
         table.append((host.label, *(str((check | facts).get(name) or "none") for name in names)))
         problems += [f"✗ {host.label}: {problem}" for problem in check.get("problems", []) + facts["problems"]]
-    if len({facts.get("torch") for facts in measures}) > 1:
-        problems.append("✗ torch differs: bash launch.sh sync")
     say("\n".join([columns(table), *problems]))
     return bool(problems)
 

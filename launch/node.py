@@ -28,7 +28,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(os.path.abspath(__file__)).parents[1]
+THIS_FILE = os.path.abspath(__file__)
+ROOT = Path(THIS_FILE).parents[1]
+MARK = (
+    "TORCHELASTIC_ERROR_FILE"  # the variable that all processes of a run have, with a path in the attempt's log folder
+)
 START_LIMIT = 60  # seconds for an agent to appear
 WANTED = 100  # MB/s that an all-reduce should reach (1 Gbit/s has 100)
 # The order of an end, besides 0 (the first cause, as lib/run.py says): before it, after it, and of an end that another
@@ -126,7 +130,7 @@ def last_line(text):
 def processes(logs):
     """process id -> environment as text, of all processes of the run that logs below this folder."""
     found = {int(pid): read(f"/proc/{pid}/environ") for pid in os.listdir("/proc") if pid.isdigit()}
-    return {p: e for p, e in found.items() if f"TORCHELASTIC_ERROR_FILE={logs}/" in e and p != os.getpid()}
+    return {p: e for p, e in found.items() if f"{MARK}={logs}/" in e and p != os.getpid()}
 
 
 def kill_all(logs):
@@ -143,26 +147,17 @@ def kill_all(logs):
 # ---- the agent of a torchrun
 
 
-def become_agent(request):
-    """Replaces this process by an agent. The agent is a new program, because only then /proc shows its environment."""
-    logs, this_file = log_folder(request), os.path.abspath(__file__)
-    command = [sys.executable, this_file, "agent", str(logs), str(request["ranks_here"]), request["address"]]
-    command += [request["python"], this_file, "torchrun", str(logs)]
-    command += [flag.format(**request, logs=logs) for flag in TORCHRUN]
-    command += [f"{ROOT}/train.py", *request["words"]]
-    os.chdir(request["cwd"])
-    os.execve(command[0], command, request["env"] | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"})
-
-
-def enter(parcel):
-    """Becomes the agent of the request that `start` has left in a file."""
+def agent(parcel):
+    """Is the agent of the request that `start` has left in a file."""
     request = read_json(parcel)
     os.unlink(parcel)
-    become_agent(request)
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    return run_agent(request)
 
 
 def join(out, attempt, ranks, port, addresses, *words):
-    """Becomes the agent of a Slurm node for the run `out`. addresses: of the job's nodes, in their order; words: for
+    """Is the agent of a Slurm node for the run `out`. addresses: of the job's nodes, in their order; words: for
     train.py."""
     nodes, node = addresses.split(), int(os.environ["SLURM_NODEID"])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -174,25 +169,21 @@ def join(out, attempt, ranks, port, addresses, *words):
         id=attempt,
         nodes=len(nodes),
         node=node,
-        slots=ranks,
-        ranks_here=ranks,
+        slots=int(ranks),
         first=nodes[0],
         port=port,
         address=address,
         python=sys.executable,
         words=words,
-        cwd=os.getcwd(),
-        env=dict(os.environ),
     )
     log_folder(request).mkdir(parents=True)
-    become_agent(request)
+    return run_agent(request)
 
 
-def agent(logs, ranks, address, *command):
-    """Runs a command, for torchrun, then ends the processes that it has left -> its exit status. ranks: on this
-    machine. A signal becomes a request to stop, as from `launch.sh stop`. torchrun gets no signal, because it would
-    report a failure."""
-    logs, ranks = Path(logs), int(ranks)
+def run_agent(request):
+    """Runs torchrun, then ends the processes that it has left -> its exit status. A signal becomes a request to stop,
+    as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
+    logs = log_folder(request)
 
     def request_stop(*_):
         with contextlib.suppress(OSError):  # the disk is full
@@ -200,17 +191,25 @@ def agent(logs, ranks, address, *command):
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, request_stop)
-    choose_interface(address)
+    choose_interface(request["address"])
     # The first machine's torchrun keeps two connections to each rank.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # Seconds that ranks have to save when torchrun ends. torch 2.11 has no flag for it.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    if ranks > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    if request["slots"] > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // request["slots"])))
+    os.environ[MARK] = f"{logs}/error.json"
+    command = [
+        request["python"],
+        THIS_FILE,
+        "torchrun",
+        str(logs),
+        *(flag.format(**request, logs=logs) for flag in TORCHRUN),
+    ]
     with open(logs / "agent.stderr.log", "ab") as stderr:
         child = subprocess.Popen(
-            command,
+            [*command, f"{ROOT}/train.py", *request["words"]],
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,
@@ -252,17 +251,13 @@ def describe_end(who, status):
 
 
 def own_files():
-    """name -> hash of the project's own files: code, scripts and recipes; not `hosts`, which does not affect a run."""
-    files = sorted(path for pattern in OWN_FILES for path in ROOT.glob(pattern) if path.is_file())
-    return {name: hash_of(name) for name in (str(path.relative_to(ROOT)) for path in files)}
+    """The project's own files: code, scripts and recipes; not `hosts`, which does not affect a run."""
+    return sorted(str(path.relative_to(ROOT)) for pattern in OWN_FILES for path in ROOT.glob(pattern))
 
 
-def hash_of(name):
-    """The hash of a file's content; empty if the file cannot be read."""
-    try:
-        return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
-    except OSError:
-        return ""
+def digest(names):
+    """Identifies the content of these files of the checkout."""
+    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in names)).hexdigest()
 
 
 def query(fields):
@@ -275,15 +270,13 @@ def query(fields):
 
 
 def probe(request):
-    """Facts about a host for a launch. gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use; differ:
-    the request's files that are missing here or have another hash."""
+    """Facts about a host for a launch. gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use."""
     os.stat(request["cwd"])  # the error refuses a host that lacks the folder to which relative paths refer
     gpus, visible = query("index"), {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
-        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-    differ = [name for name, digest in request["files"].items() if hash_of(name) != digest]
-    differ += [request["python"]] * (not os.access(request["python"], os.X_OK))
-    return {"connection": os.environ.get("SSH_CONNECTION", "").split(), "gpus": gpus, "differ": differ}
+        gpus = [gpu for gpu in visible.split(",") if gpu]
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {"connection": connection, "gpus": gpus, "digest": digest(request["files"])}
 
 
 def environment(request):
@@ -328,26 +321,21 @@ def start(request):
     handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
         json.dump(request | {"env": environment(request)}, file)
-    open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
+    # The agent has the mark from its start, because /proc does not show a variable that it sets later.
+    command = ["env", f"{MARK}={logs}/error.json", sys.executable, THIS_FILE, "agent", parcel]
+    plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT if key in os.environ}
+    tmux = ["tmux", "new-session", "-d", "-s", request["session"], *command]
+    if not shutil.which("tmux") or subprocess.run(tmux, env=plain, capture_output=True).returncode:
+        nothing = subprocess.DEVNULL
+        with open(logs / "background.stderr.log", "wb") as err:
+            subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
     end = time.monotonic() + START_LIMIT
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
-            kill_all(logs)
             Path(parcel).unlink(missing_ok=True)
             return {"refused": f"the agent did not start in {START_LIMIT} s"}
         time.sleep(0.05)
     return {}
-
-
-def open_session(session, command, logs):
-    """Starts a command that outlives this process, in tmux if that works."""
-    plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT if key in os.environ}
-    tmux = ["tmux", "new-session", "-d", "-s", session, *command]
-    if shutil.which("tmux") and not subprocess.run(tmux, env=plain, capture_output=True).returncode:
-        return
-    nothing = subprocess.DEVNULL
-    with open(logs / "background.stderr.log", "wb") as err:
-        subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
 
 
 def look(request):
