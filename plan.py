@@ -12,9 +12,7 @@ Times are estimated for GPUs only: the speed of a CPU varies too much to predict
 
 import contextlib
 import logging
-import math
 import os
-import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -77,22 +75,11 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     }
     transfers = _transfers(config, cluster)
     parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
-    parts["exchanges within rows"] = _exchanges(config, cluster)
     if config.optimizer == "muon":  # five iterations of 4 to 6 FLOPs per element and row (optim.orthogonalize)
         parts["Newton-Schulz"] = 5 * 5 * shape.dim * sum(elements(config, 1)) / cluster.ranks / peak
     held = state(config, mesh_shape(config.shard_size, cluster.ranks)[1])
     traffic = 3 * held["gradients"] + 2 * held["optimizer state"]  # gradients are read; the rest is read and written
     return parts | {"update": traffic / (HOST_BANDWIDTH / cluster.gpus if config.offload == "cpu" else gpu.bandwidth)}
-
-
-def _exchanges(config: Config, cluster: Cluster) -> float:
-    """Seconds of a step's all-to-alls around attention, which no computation hides: of queries, keys, values and
-    outputs; forward, backward, and again if checkpointing computes them again."""
-    shape, N = config.model_config, config.context_parallel
-    width = 2 * (shape.n_heads + math.lcm(shape.n_kv_heads, N)) * shape.head_dim * DTYPES[config.dtype].itemsize
-    sent = config.batch_tokens / cluster.ranks * width * (N - 1) / N
-    link = cluster.gpu.link if cluster.gpus >= N else cluster.network * 1e9
-    return shape.n_layers * (2 + (config.checkpointing != "none")) * sent / link
 
 
 def _transfers(config: Config, cluster: Cluster) -> float:
@@ -163,29 +150,31 @@ def settle(config: Config, cluster: Cluster) -> Config:
     return config
 
 
-def cluster_here(device: torch.device, ranks: int) -> Cluster:
+def cluster_here(ranks: Ranks) -> Cluster:
     """The machines that this process and its peers run on."""
-    gpus = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks)
-    gpu, host_gib = Gpu("CPU", *[0] * 8), machine.available_memory() / GIB
-    if device.type == "cuda":
-        size = torch.cuda.get_device_properties(device).total_memory
-        gpu = (machine.known_gpu(device) or gpu._replace(name="GPU"))._replace(gib=size / GIB)
-    return Cluster(ranks // gpus, gpus, gpu, host_gib=host_gib)
+    gpus = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), ranks.world_size)
+    gpu = Gpu("CPU", *[0] * 8)
+    if ranks.device.type == "cuda":
+        size = torch.cuda.get_device_properties(ranks.device).total_memory
+        gpu = (machine.known_gpu(ranks.device) or gpu._replace(name="GPU"))._replace(gib=size / GIB)
+    return Cluster(ranks.world_size // gpus, gpus, gpu, host_gib=machine.available_memory() / GIB)
 
 
 def refuse_without_room(config: Config, ranks: Ranks) -> None:
     """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only those
     activations that any run needs: the inputs of the blocks."""
-    plan = predict(config, cluster_here(ranks.device, ranks.world_size), least=True)
-    names = {"GPU": ranks.device, "host": f"{platform.node()} ({plan.cluster.gpus} processes)"}
+    plan = predict(config, cluster_here(ranks), least=True)
     for place, room in plan.lacking().items():
-        raise UserError(
-            f"This run needs more than {gib(plan.bytes[place])} on {names[place]}, which has {room:.1f} GiB."
-            f" {MEMORY_ADVICE}"
-        )
+        needed = gib(plan.bytes[place])
+        raise UserError(f"Each {place} needs more than {needed} and has {room:.1f} GiB. {MEMORY_ADVICE}")
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:
         log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
+
+
+def memory_line(config: Config, ranks: Ranks) -> str:
+    parts = predict(config, cluster_here(ranks)).bytes
+    return "; ".join(f"about {gib(parts[place])} per {place}" for place in parts if parts[place])
 
 
 def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
@@ -194,7 +183,7 @@ def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
     if ranks.rank or ranks.device.type == "cpu":
         return {}
     try:
-        plan = predict(config, cluster_here(ranks.device, ranks.world_size))
+        plan = predict(config, cluster_here(ranks))
     except RuntimeError as e:  # a changed model that cannot run on the meta device
         log.warning("Plan: no prediction for this model: %s", e)
         return {}
@@ -206,87 +195,70 @@ def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
 # ---- the report
 
 
-def _largest(parts: dict[str, float], least: float) -> list[tuple[float, str]]:
-    rows = ((size, name) for name, size in parts.items() if size >= least)
-    return sorted(rows, reverse=True)
+def largest(parts: dict[str, float]) -> list[str]:
+    """The names of the three largest parts."""
+    return sorted(parts, key=parts.get, reverse=True)[:3]
 
 
 def gib(parts: dict[str, int]) -> str:
-    """The sum of the parts in GiB, and each part of some size."""
-    shown = ", ".join(f"{name} {size / GIB:.1f}" for size, name in _largest(parts, 0.05 * GIB))
+    """The sum of the parts in GiB, and the largest parts."""
+    shown = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest(parts))
     return f"{sum(parts.values()) / GIB:.1f} GiB ({shown})"
-
-
-def memory_line(config: Config, cluster: Cluster) -> str:
-    parts = predict(config, cluster).bytes
-    return "; ".join(f"about {gib(parts[place])} per {place}" for place in parts if parts[place])
 
 
 def summary(plan: Plan) -> str:
     config, cluster, gpu = plan.config, plan.cluster, plan.cluster.gpu
     needs = ", ".join(f"each {place} needs {plan.needs(place):,.0f} GiB" for place in plan.lacking())
-    verdict = f"it does not fit: {needs}" if needs else "it fits"
     parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
-    assumed = " (assumed; --host_gib)" * (cluster.host_gib == HOST_GIB)
-    text = (
+    lines = [
         f"{config.model}, {parameters / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
-        f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}: {verdict}.\n"
-        f"  each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB\n"
-        f"  each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB{assumed}\n"
-        f"  disk: {amount(checkpoint_bytes(config))} a checkpoint; --keep {config.keep} and the one being written"
-    )
-    if needs:
-        return text
-    rate = config.batch_tokens / plan.seconds / cluster.ranks
-    mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
-    slow = _largest(plan.times, 0.02 * plan.seconds)
-    times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
-    hours = config.steps * plan.seconds / 3600
-    kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
-    price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour" * (cluster.price > 0)
-    return (
-        f"{text}\n  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
-        f"  time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
-        f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price}"
-    )
+        f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}:"
+        f" {f'it does not fit: {needs}' if needs else 'it fits'}.",
+        f"each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB",
+        f"each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB (--host_gib)",
+        f"disk: {amount(checkpoint_bytes(config))} a checkpoint; --keep {config.keep} and the one being written",
+    ]
+    if not needs:
+        rate = config.batch_tokens / plan.seconds / cluster.ranks
+        mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
+        times = ", ".join(f"{name} {plan.times[name] / plan.seconds:.0%}" for name in largest(plan.times))
+        hours = config.steps * plan.seconds / 3600
+        price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
+        lines += [
+            f"speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})",
+            f"time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
+            f" ({config.steps:,} steps){price * (cluster.price > 0)}",
+        ]
+    return "\n  ".join(lines)
 
 
 def advice(argv: list[str], plan: Plan) -> str:
-    """The flags that lower the memory where it is lacking, in the order of their cost in speed, with the GiB that each
-    saves alone; and the combination that fits whose most expensive flags are the cheapest."""
+    """The combination that fits whose most expensive flags are the cheapest. Flags are added in the order of their cost
+    in speed until the run fits; then those that it does not need are taken away."""
     (place, room), *_ = plan.lacking().items()
 
-    def attempt(*flags: str) -> Plan | None:
+    def attempt(flags: list[str]) -> Plan | None:
         words = " ".join([*flags, f"--batch_tokens {plan.config.batch_tokens}"]).split()
         with contextlib.suppress(UserError):  # of flags that exclude each other
             return predict(*parse([*argv, *words]))
 
-    saved, chosen, best = [], [], plan
+    chosen, best = [], plan
     for flag in (*LOWER_MEMORY, f"--context_parallel {plan.cluster.gpus}"):
-        alone = attempt(flag) or plan
-        saved.append((plan.needs(place) - alone.needs(place), flag))
-        if not best.lacking():
-            continue
         for others in (chosen, chosen[:-1]):  # --offload cpu excludes --quantize nf4
-            if together := attempt(*others, flag):
+            if best.lacking() and (together := attempt([*others, flag])):
                 chosen, best = [*others, flag], together
                 break
-    for flag in reversed(chosen):  # the most expensive first: is it needed?
+    for flag in reversed(chosen):  # the most expensive first
         fewer = [other for other in chosen if other != flag]
-        without = attempt(*fewer)
+        without = attempt(fewer)
         if without and not without.lacking():
             chosen, best = fewer, without
-    listed = "; ".join(f"{flag} ({size:,.1f} GiB)" for size, flag in saved if size >= 0.1)
-    verdict = "No combination fits" if best.lacking() else "The cheapest combination that fits"
-    return (
-        f"What lowers it on each {place}, the cheapest in speed first, and by how much alone: {listed}\n"
-        f"{verdict}: `{' '.join(chosen)}` needs {best.needs(place):,.1f} of {room:,.1f} GiB"
-    )
+    verdict = "No flags make it fit" if best.lacking() else "The cheapest flags that make it fit"
+    return f"{verdict}: with `{' '.join(chosen)}` each {place} needs {best.needs(place):,.1f} of {room:,.1f} GiB"
 
 
 # ---- the command
 
-HOST_GIB = 2048
 FLAGS = {  # the fields of Cluster
     "--nodes": dict(type=within(int, 1), default=1, help="machines (%(default)s)"),
     "--gpus": dict(type=within(int, 1), default=1, help="GPUs in each (%(default)s)"),
@@ -295,11 +267,7 @@ FLAGS = {  # the fields of Cluster
         type=within(float, 0.001), default=50.0, help="GB/s from each GPU to other machines (%(default)s)"
     ),
     "--price": dict(type=within(float, 0), default=0.0, help="dollars for an hour of a GPU"),
-    "--host_gib": dict(
-        type=within(float, 0),
-        default=0.0,
-        help="memory of each machine; 0 = this machine's, if it has these GPUs, else 2,048",
-    ),
+    "--host_gib": dict(type=within(float, 1), default=2048.0, help="memory of each machine (%(default)s)"),
 }
 ABOUT = {
     "prog": "plan.py",
@@ -324,16 +292,9 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
     parser = Parser(FLAGS, **ABOUT)
     flags, words = parser.parse_known_args(argv)
     cluster = Cluster(*vars(flags).values())._replace(gpu=GPUS[flags.gpu])
-    if not cluster.host_gib:
-        exist = cluster.nodes == 1 and cluster.gpus <= torch.cuda.device_count()
-        here = exist and machine.known_gpu(torch.device("cuda", 0)) == cluster.gpu
-        cluster = cluster._replace(host_gib=machine.available_memory() / GIB if here else HOST_GIB)
     words = words or DEFAULT
-    given = with_recipes(words)
-    if "model" in given:
-        if "lora_weights" in given and "lora" not in given:
-            raise UserError("--lora_weights: with --model no files are read; give the adapter's --lora as well")
-        words = [*words, "--weights=", "--load=direct", "--lora_weights="]
+    if "model" in with_recipes(words):
+        words = [*words, "--weights=", "--load=direct"]
     config = parse_args(words)
     if config.epochs:
         raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --steps instead")

@@ -94,7 +94,7 @@ def measure_peaks() -> None:
 
 def test_peak_memory_of_steps_on_a_cpu():
     _, *measured = map(int, run_ranks(1, "import test_plan; test_plan.measure_peaks()").split())
-    cluster = plan.cluster_here(torch.device("cpu"), 1)  # the first shape also loads what all use
+    cluster = plan.cluster_here(ALONE)  # the first shape also loads what all use
     for words, peak in zip(SHAPES, measured, strict=True):
         config = parse_args([*words.split(), "--compile", "none"])
         config = replace(config, attention="sdpa", batch_tokens=config.micro_batch * config.seq_len)
@@ -111,9 +111,6 @@ def planned(words: str) -> plan.Plan:
     return plan.predict(*plan.parse(words.split()))
 
 
-ORDER = [*plan.LOWER_MEMORY, "--context_parallel 8"]
-
-
 @pytest.mark.parametrize("words, message, cheapest", [
     ("--model llama3.1-8b --seq_len 4096 --micro_batch 1",
      ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB.\n",
@@ -123,20 +120,13 @@ ORDER = [*plan.LOWER_MEMORY, "--context_parallel 8"]
     ("--model mixtral-8x7b --gpu h100-80", " each GPU needs 727 GiB.\n", "--offload cpu"),  # experts have no adapters
     ("@recipes/llama3.1-405b.args --gpus 8", "it does not fit: each host needs 6,860 GiB.\n", "--lora 16"),
 ])  # fmt: skip
-def test_a_newcomer_learns_what_makes_a_run_fit(capsys, monkeypatch, words, message, cheapest):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the plan is not for this machine
+def test_a_newcomer_learns_what_makes_a_run_fit(capsys, words, message, cheapest):
     status, out, _ = answer(capsys, words)
     assert status == 0 and message in out
-    assert not re.search("tokens/s|hours|kWh", out)  # of a run that cannot start
-    alone = re.findall(r"(--[^(;\n]+) \(([\d,.]+) GiB\)", out)
-    assert [flag for flag, _ in alone] == [flag for flag in ORDER if flag in dict(alone)]  # by cost in speed
-    assert {"--lora 16", "--state_dtype bf16"} <= {flag for flag, _ in alone} or "mixtral" in words
-    place, run = re.search("What lowers it on each (GPU|host)", out)[1], planned(words)
+    assert not re.search("tokens/s|hours", out)  # of a run that cannot start
+    run = planned(words)
+    assert f"\nThe cheapest flags that make it fit: with `{cheapest}` each {[*run.lacking()][0]} needs " in out
     batch = f"--batch_tokens {run.config.batch_tokens}"
-    for flag, saved in alone[::4]:
-        needs = run.needs(place) - planned(f"{words} {flag} {batch}").needs(place)
-        assert needs == pytest.approx(float(saved.replace(",", "")), abs=0.11), flag
-    assert f"\nThe cheapest combination that fits: `{cheapest}` needs " in out
     assert not planned(f"{words} {cheapest} {batch}").lacking()
     for flag in re.findall(r"--\w+ \w+", cheapest):
         assert planned(f"{words} {cheapest.replace(flag, '')} {batch}").lacking(), flag
@@ -144,21 +134,15 @@ def test_a_newcomer_learns_what_makes_a_run_fit(capsys, monkeypatch, words, mess
 
 def test_a_run_that_no_flags_make_fit(capsys):
     _, out, _ = answer(capsys, "--model llama3.1-405b --gpu rtx4090 --host_gib 64")
-    assert "GiB)\nNo combination fits: `" in out and "more machines" not in out
+    assert "\nNo flags make it fit: with `" in out
 
 
-def test_gpus_and_hosts_are_judged_apart(capsys, monkeypatch):
+def test_gpus_and_hosts_are_judged_apart(capsys):
     words = "@recipes/llama3.1-405b.args --gpus 8"
-    assert "of 2,048 GiB (assumed; --host_gib)" in plan.summary(planned(words))
     _, out, _ = answer(capsys, f"{words} --host_gib 7000 --price 2")
-    assert "it fits" in out and "of 7,000 GiB\n" in out and " at $2 per GPU-hour" in out and "What lowers" not in out
+    assert "it fits" in out and "of 7,000 GiB (--host_gib)\n" in out and " at $2 per GPU-hour" in out
     both = plan.summary(planned(f"{words} --offload none"))
     assert re.search("each GPU needs 8.. GiB, each host needs 4,560 GiB", both)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(machine, "available_memory", lambda: 2**40)
-    rooms = [plan.parse(f"{words}{flags}".split())[1].host_gib for flags in ("", " --gpu h200", " --nodes 2")]
-    assert rooms == [1024, plan.HOST_GIB, plan.HOST_GIB]
 
 
 def test_shared_rows_take_the_activations_of_their_part():
@@ -167,16 +151,6 @@ def test_shared_rows_take_the_activations_of_their_part():
     whole = memory.trace(*plan.parse(f"{words} 256".split()))
     part = memory.trace(*plan.parse(f"{words} 1024 --context_parallel 4".split()))
     assert all(0.99 < b / a < 1.15 for a, b in zip(whole, part, strict=True))
-
-
-@pytest.mark.parametrize("where, rate", [("--gpus 8", 450e9), ("--gpus 2 --nodes 4", 50e9)])
-def test_exchanges_of_shared_rows_take_the_time_of_their_bytes(where, rate):
-    """16 layers; 32 heads of queries and of outputs, 8 of keys and of values, 64 wide; forward, backward and again."""
-    words = f"--model llama3.2-1b --seq_len 8192 --micro_batch 1 --batch_tokens 8192 {where} --checkpointing block"
-    config, cluster = plan.parse(f"{words} --context_parallel 8".split())
-    sent = 1024 * 16 * (2 * 32 + 2 * 8) * 64 * 2 * 7 / 8
-    assert plan.seconds(config, cluster)["exchanges within rows"] == pytest.approx(3 * sent / rate)
-    assert plan.seconds(*plan.parse(words.replace(" --batch_tokens 8192", "").split()))["exchanges within rows"] == 0
 
 
 def test_newton_schulz_takes_about_the_flops_that_torch_counts():
@@ -201,7 +175,7 @@ def test_newton_schulz_takes_about_the_flops_that_torch_counts():
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
     ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
     ("--epochs 2", "plan.py reads no data; give --steps"),
-    ("--model llama3-8b --weights x --lora_weights y", "no files are read; give the adapter's --lora as well"),
+    ("--model llama3-8b --weights x --lora_weights y", "--lora_weights has no effect without --weights"),
 ])  # fmt: skip
 def test_mistakes_are_refused_in_the_words_of_training(capsys, words, message):
     status, _, err = answer(capsys, words)
@@ -209,12 +183,11 @@ def test_mistakes_are_refused_in_the_words_of_training(capsys, words, message):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_heads_of_recipes_are_what_the_plan_says(capsys, monkeypatch, recipe):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the plan is not for this machine
+def test_heads_of_recipes_are_what_the_plan_says(capsys, recipe):
     text = (ROOT / "recipes" / recipe).read_text()
     status, out, err = answer(capsys, re.search(r"Planned by `python plan.py (.*)`:\n", text)[1])
     assert status == 0, err
-    lines = out.partition("What lowers")[0].splitlines()
+    lines = out.splitlines()
     head = [textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#     ") for line in lines]
     assert "\n".join([*head, ""]) in text, "\n".join(head)
 
@@ -255,7 +228,7 @@ def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
     words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
     config, ranks = parse_args(words.split()), Ranks(0, 1, torch.device("cuda"))
     for gpu, names in ((H100._replace(tflops=0), ["mem_gib"]), (H100, ["mem_gib", "step_ms"])):
-        monkeypatch.setattr(plan, "cluster_here", lambda device, ranks, gpu=gpu: plan.Cluster(1, 1, gpu))
+        monkeypatch.setattr(plan, "cluster_here", lambda ranks, gpu=gpu: plan.Cluster(1, 1, gpu))
         predicted = plan.predict_record(config, ranks)
         assert [*predicted] == names and all(0 < value < math.inf for value in predicted.values())
     assert predicted["mem_gib"] < 0.5

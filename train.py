@@ -78,7 +78,7 @@ def print_check(config: Config, ranks: Ranks) -> int:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         about["attention"] = attention_kernel(config, data, ranks.device)
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not launch.sh, which trains next
-        print("memory:", plan.memory_line(config, plan.cluster_here(ranks.device, ranks.world_size)))
+        print("memory:", plan.memory_line(config, ranks))
     print(json.dumps(about))
     return 0
 

@@ -84,7 +84,7 @@ REQUIRED = (
 # The errors that a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
-MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, by how much on a GPU"
+MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, what fits on a GPU"
 EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that ended -> exit status
 STOP_REASON = "launch.sh stop"  # in status.json
 FOLLOWED = 10**9  # the order of an end that another end has caused, as in launch/node.py
