@@ -11,7 +11,7 @@ lib/rows.py reads the rows.
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
     python data.py train-tokenizer --data FILES --vocab_size N --out DIR
-    python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green
+    python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; [[trained tokens]]
     python data.py show --run RUN --step N                              the rows of a run's step"""
 
 import copy
@@ -387,7 +387,7 @@ def steps_of_run(run: Path, step: int) -> tuple[Loader, Iterator[list[Batch]]]:
     return loader, steps
 
 
-def show(loader: Loader, steps: Iterator[list[Batch]], n: int, colour: bool) -> Iterator[str]:
+def show(loader: Loader, steps: Iterator[list[Batch]], n: int) -> Iterator[str]:
     """Up to n rows of a loader's steps as the model sees them, decoded, document by document. Trained tokens
     are marked. The last line explains which conversations are held out for validation."""
     config, tokenizer = loader.config, load_tokenizer(loader.config.tokenizer)
@@ -405,7 +405,7 @@ def show(loader: Loader, steps: Iterator[list[Batch]], n: int, colour: bool) -> 
             if len(starts) > 1:
                 out.append("--- document")
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
-            out.append(decode_marked(tokenizer, tokens, [False, *trained], colour))
+            out.append(decode_marked(tokenizer, tokens, [False, *trained]))
         yield "\n".join(out)
     if count < n:
         yield f"--- these are all rows: {count}"
@@ -429,7 +429,7 @@ def main(argv: list[str]) -> None:
     else:
         loader = make_loader(parse_args(words))
         steps = iter(loader)
-    for text in show(loader, steps, args.n or (loader.step_rows if args.run else 3), sys.stdout.isatty()):
+    for text in show(loader, steps, args.n or (loader.step_rows if args.run else 3)):
         print(text, flush=True)
 
 

@@ -498,11 +498,9 @@ def test_chat_fields_and_show(tmp_path):
         (tmp_path / "a.jsonl").write_text((json.dumps({"q": "Why?", "a": "So."}) + "\n") * count)
         c = config(tmp_path / "a.jsonl", chat_fields="q,a", seq_len=64, micro_batch=4)
         loader = make_loader(c)
-        plain, *_, explained = show(loader, iter(loader), 3, False)
+        plain, *_, explained = show(loader, iter(loader), 3)
         assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
-        assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in next(
-            show(loader, iter(loader), 1, True)
-        )
+        assert re.search(r"--- \d+ places filled up", plain)
         assert "not shown: every 20th conversation" in explained
     for names in ("q", "a,b,c,d"):
         assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)

@@ -35,7 +35,6 @@ SPEAKERS = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
-    "function_call": "assistant",
     "observation": "tool",
     "function": "tool",
     "function_response": "tool",
@@ -81,7 +80,6 @@ REFUSED = (
 TOLD = (
     "tool_calls",
     "function_call",
-    "reasoning_content",
     "name",
     "tools",
     "documents",
@@ -127,7 +125,6 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
     names = next((names for names in named if names and all(row.get(n) is not None for n in names)), None)
     if names is None:
         return None
-    _refuse(row, "the row")
     given = {name: value for name, value in row.items() if value not in EMPTY}
     messages = []
     for name, role in zip(names, ("user", "assistant"), strict=False):
@@ -140,6 +137,9 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
     system = next((name for name in (*chat_fields[:-2], "system") if name in given), None)
     if system:
         messages = [_read_message({"role": "system", "content": given[system]}), *messages]
+    if refused := {*REFUSED} & {name for fields in (given, *messages) for name in fields}:
+        fix = 'use messages for turns, `tools` for functions, and "weight": 0 in messages that are not trained on'
+        raise UserError(f"nothing reads the field {min(refused)}: {fix}")
     inputs = {name: parse_field(given[name], name, kind) for name, kind in INPUTS.items() if name in given}
     inputs |= inputs.pop("chat_template_kwargs", {})
     others = {name: given[name] for name in given if name not in (*names, *chat_fields, system, *INPUTS)}
@@ -173,20 +173,11 @@ def map_values(value, function: Callable):
     return [map_values(part, function) for part in value] if isinstance(value, list) else function(value)
 
 
-def _refuse(fields: dict, place: str) -> None:
-    """UserError if a field of REFUSED has content."""
-    for name in REFUSED:
-        if fields.get(name) not in EMPTY:
-            fix = 'use messages for turns, `tools` for functions, and "weight": 0 in messages that are not trained on'
-            raise UserError(f"{place} has {name} {fields[name]!r:.80}, which nothing reads: {fix}")
-
-
 def _read_message(message) -> dict:
     """A message of a row -> {"role", "content": text, ...}, and "weight": 0 if it is not trained on. Arguments of tool
     calls that are JSON text become objects, as vLLM gives them to templates."""
     if not isinstance(message, dict):
         message = {"content": message}
-    _refuse(message, "a message")
     speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     role = SPEAKERS.get(str(speaker), speaker)
     out = {name: value for name, value in message.items() if value not in EMPTY and name not in TURN}
@@ -194,9 +185,6 @@ def _read_message(message) -> dict:
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):  # else it is refused later
             content = "".join(texts)
-    if speaker == "function_call":
-        out["tool_calls"] = [{"type": "function", "function": parse_field(content, "function_call", dict)}]
-        content = None
     for name in WEIGHTS:
         weight = out.pop(name, None)
         if weight not in (None, 0, 1) or (weight == 1 and role != "assistant"):
@@ -224,12 +212,11 @@ OPEN, CLOSE = "\ufdd2", "\ufdd3"  # around the texts that a template calls gener
 OTHER = "\ufdd4"  # another answer
 
 
-def chat_template(tokenizer: Tokenizer, chat_format: str, tools: list | None = None) -> str:
-    """The jinja template of the tokenizer's folder, for tools its `tool_use` if it has one; else ours: by the control
-    tokens, or else by the model's chat_format. transformers renders it to the ids of render_chat, if no message holds
-    the text of a control token."""
-    if own := (tools and tokenizer.templates.get("tool_use")) or tokenizer.chat_template:
-        return own
+def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
+    """The jinja template of the tokenizer's folder, or else ours: by the control tokens, or else by the model's
+    chat_format. transformers renders it to the ids of render_chat, if no message holds the text of a control token."""
+    if tokenizer.chat_template:
+        return tokenizer.chat_template
     if "<|start_header_id|>" in tokenizer.control:
         chat_format = "llama3"
     elif "<|im_start|>" in tokenizer.control:
@@ -242,15 +229,6 @@ def chat_template(tokenizer: Tokenizer, chat_format: str, tools: list | None = N
 
 def _raise_exception(message: str) -> None:
     raise UserError(message)
-
-
-@contextlib.contextmanager
-def _template_errors():
-    """UserError instead of the errors of templates, which can be any."""
-    try:
-        yield
-    except Exception as e:
-        raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
 
 @functools.cache
@@ -278,16 +256,15 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     known = {"raise_exception": _raise_exception, "strftime_now": DATE.strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    with _template_errors():
-        return environment.from_string(source, tokenizer.names | known), re.compile(control)
+    return environment.from_string(source, tokenizer.names | known), re.compile(control)
 
 
 def _break_up(text, control: re.Pattern):
     """The text with MARK inside each control token, so that none is encoded as one. UserError if it holds our codes."""
     if not isinstance(text, str):
         return text
-    if code := re.search(f"[{MARK}-{OTHER}]", text):
-        raise UserError(f"Chat: a text holds U+{ord(code[0]):04X}, which is not a character: remove it")
+    if re.search(f"[{MARK}-{OTHER}]", text):
+        raise UserError("Chat: remove U+FDD0 to U+FDD4 from the text: they are not characters")
     return re.sub(f"(?s)(?={control.pattern}).", rf"\g<0>{MARK}", text)
 
 
@@ -302,9 +279,6 @@ def render_chat(
     If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools` and other
     variables of the template. notes: a list for what the template changes or leaves out; with it, UserError if the
     template does not render a field of TOLD."""
-    if tokenizer.conditional:
-        names = ", ".join(tokenizer.conditional)
-        raise UserError(f"Chat: set single_word and normalized to false in tokenizer.json for the tokens {names}")
     compiled, control = _compile_template(tokenizer, template)
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     _check_messages(messages)
@@ -315,27 +289,32 @@ def render_chat(
     inputs, messages = map_values([inputs or {}, messages], lambda text: _break_up(text, control))
 
     def render(messages, asks=False, inputs=inputs):
-        with _template_errors():
-            known = {"tools": None, "documents": None} | inputs
+        known = {"tools": None, "documents": None} | inputs
+        try:
             return compiled.render(messages=messages, add_generation_prompt=asks, **known)
+        except Exception as e:  # of any kind
+            raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
-    text = render(messages, messages[-1]["role"] != "assistant")
-    answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    if OPEN in text:
-        parts = re.split(f"[{OPEN}{CLOSE}]", text)
-        text, ends = "".join(parts), [*accumulate(map(len, parts))]
-        places = [*zip(ends[:-1:2], ends[1::2], strict=True)]
-    else:
-        places = _find_answers(render, messages, answers, text, control)
+    asks = messages[-1]["role"] != "assistant"
+    text = render(messages, asks)
     if notes is not None:
         fields = {name: value for part in (inputs, *messages) for name, value in part.items()}
-        _refuse_lost(render, messages, inputs, [name for name in TOLD if name in fields])
+        _refuse_lost(render, messages, inputs, asks, text)
         known = {"role", "content", "weight", *REASONING, *TOLD}
         notes += _unread({name: fields[name] for name in fields if name not in known and name not in template})
         if "strftime_now" in template:
             notes.append(("the chat template asks for today's date and always gets this one", f"{DATE:%d %B %Y}"))
+    answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    if OPEN in text:
+        parts = re.split(f"[{OPEN}{CLOSE}]", text)
+        text, ends = "".join(parts), [*accumulate(map(len, parts))]
+        if len(answers) != len(parts) // 2:
+            raise UserError(f"Chat: the chat template marks {len(parts) // 2} texts in {len(answers)} answers")
+        places = dict(zip(answers, zip(ends[:-1:2], ends[1::2], strict=True), strict=True))
+    else:
+        places = _find_answers(render, messages, answers, text, control)
     trained = bytearray(len(text))
-    for begin, end in _choose_answers(messages, answers, places, text, control, notes):
+    for begin, end in _choose_answers(messages, places, text, control, [] if notes is None else notes):
         trained[begin:end] = b"\1" * (end - begin)
     return _encode(tokenizer, text, trained, control)
 
@@ -344,33 +323,32 @@ def _check_messages(messages: list[dict]) -> None:
     """The roles must follow each other as in FOLLOWS, and each message needs a text. A system message and a tool's
     answer may be empty, and so may an answer that calls tools or reasons."""
     last = None
-    for i, message in enumerate(messages):
+    for i, message in enumerate(messages or [{}]):
         role, content, expected = message.get("role"), message.get("content", ""), FOLLOWS[last]
         may_be_empty = role in ("system", "tool") or message.keys() & {"tool_calls", *REASONING}
         if role not in expected or not isinstance(content, str) or not (may_be_empty or content.strip()):
             raise UserError(f"Chat message {i}: expected {' or '.join(expected)} with a text: {message!r:.200}")
         last = role
-    if last in (None, "system", "developer"):
-        raise UserError("Chat: expected a user's message")
 
 
-def _find_answers(render, messages, answers, text, control) -> list[tuple[int, int]]:
+def _find_answers(render, messages, answers, text, control) -> dict[int, tuple[int, int]]:
     """The place of each answer in the rendered text, from the end of the prompt for it to the end of the control token
-    that closes it; (0, 0) if it has the weight 0, or if the template leaves it out."""
-    places, last_end = [], 0
+    that closes it; (0, 0) if it has the weight 0, or if the template leaves it out or does not close it."""
+    places, last_end = {}, 0
     for k in answers:
-        place = 0, 0
-        if messages[k].get("weight") != 0:
-            prompt = render(messages[:k], True)
-            until = text if k == len(messages) - 1 else render(messages[: k + 1])
-            end = max((match.end() for match in control.finditer(until)), default=0)
-            place = len(prompt), end
-            if not until.startswith(prompt) or not text.startswith(until):
-                place = _find_answer(render, messages, k, text, control, prompt, last_end)
-            if place != (0, 0) and (not end or until[end:].strip()):
-                raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
-        places.append(place)
-        last_end = max(place[1], last_end)
+        places[k] = 0, 0
+        if messages[k].get("weight") == 0:
+            continue
+        prompt = render(messages[:k], True)
+        until = text if k == len(messages) - 1 else render(messages[: k + 1])
+        end = max((match.end() for match in control.finditer(until)), default=0)
+        if until[end:].strip():
+            continue
+        if until.startswith(prompt) and text.startswith(until):
+            places[k] = len(prompt), end
+        else:
+            places[k] = _find_answer(render, messages, k, text, control, prompt, last_end)
+        last_end = max(places[k][1], last_end)
     return places
 
 
@@ -410,49 +388,43 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
     return min(begin, end), end
 
 
-def _choose_answers(messages, answers, places, text, control, notes) -> list[tuple[int, int]]:
-    """The places that are trained on: of the answers that have a weight and whose text is all there. Notes texts that
-    the template changes or leaves out; UserError if that is a part of an answer that ends the messages."""
-    known = dict(zip(answers, places, strict=True)) if len(places) == len(answers) else {}
-    controls, chosen, changes = [0, *(match.start() for match in control.finditer(text))], [], []
+def _choose_answers(messages, places, text, control, notes) -> list[tuple[int, int]]:
+    """The places that are trained on: of the answers that have a weight and whose text is all there; white space does
+    not count. Notes texts that the template changes or leaves out; UserError if that is a part of an answer that ends
+    the messages."""
+    controls, chosen, whole = [0, *(match.start() for match in control.finditer(text))], [], "".join(text.split())
     for k, message in enumerate(messages):
-        role, said = message["role"], [str(message.get(name, "")) for name in ("content", "reasoning_content")]
-        what, lost = f"the chat template changes or leaves out text of the {role}", []
-        if role == "assistant" and message.get("weight") != 0:
-            begin, end = place = known.get(k, (0, len(text)))
+        role, written, lost = message["role"], whole, ""
+        is_trained = role == "assistant" and message.get("weight") != 0
+        if is_trained:
+            begin, end = places[k]
             # From a control token on, because the prompt for the answer may open its thought.
             header = controls[max(bisect_left(controls, begin) - 1, 0)]
-            before = "".join(text[header:end].split())
-            for words in filter(str.strip, said):  # the content stands behind the reasoning
-                before, written, _ = before.rpartition("".join(words.split()))
-                lost += [] if written else [words]
-            if not lost:
-                chosen.append(place)
-            elif k == len(messages) - 1:
-                fix = "take it out of the row, or use a chat template that keeps it"
-                raise UserError(f"Chat: {what}'s last answer: {lost[0].replace(MARK, '')!r:.100}: {fix}")
-            else:
-                what = "the chat template leaves out text of an earlier answer: it is not trained on"
-        changes += [(what, words) for words in lost or [w for w in said if w.strip() not in text]]
-    if not known and len(chosen) < len(answers):
-        raise UserError(f"Chat: {len(answers)} answers, not all to be trained, but the template marks {len(places)}")
-    if notes is not None:
-        notes += [(what, words.replace(MARK, "")) for what, words in changes]
-    return chosen if known else places
+            written = "".join(text[header:end].split())
+        for name in ("content", "reasoning_content"):  # the content stands behind the reasoning
+            words = str(message.get(name, ""))
+            if words.strip():
+                written, is_there, _ = written.rpartition("".join(words.split()))
+                lost = lost if is_there else words.replace(MARK, "")
+        what = f"the chat template changes or leaves out text of the {role}"
+        if is_trained and not lost:
+            chosen.append((begin, end))
+        elif is_trained and k == len(messages) - 1:
+            fix = "take it out of the row, or use a chat template that keeps it"
+            raise UserError(f"Chat: {what}'s last answer: {lost!r:.100}: {fix}")
+        elif lost:
+            notes.append((f"{what}'s earlier answer: it is not trained on" if is_trained else what, lost))
+    return chosen
 
 
-def _refuse_lost(render, messages, inputs, names) -> None:
-    """UserError if the template does not render one of these fields, judged by the last message that has it."""
-    for name in names:
-        holders = [k for k, m in enumerate(messages) if m.get(name) not in EMPTY and m["role"] != "tool"]
-        some = messages[: holders[-1] + 1] if holders else messages
-        value = some[-1][name] if holders else inputs.get(name)
-        if value in EMPTY:
-            continue
-        same = REASONING if name in REASONING else (name,)
-        without = [{n: v for n, v in message.items() if n not in same} for message in some]
+def _refuse_lost(render, messages, inputs, asks, text) -> None:
+    """UserError if the template does not render one of the fields of TOLD. It need not render the name of a tool."""
+    others = [message for message in messages if message["role"] != "tool"]
+    told = {name: part[name] for part in (inputs, *others) for name in TOLD if part.get(name) not in EMPTY}
+    for name, value in told.items():
+        without = [{n: v for n, v in message.items() if n != name} for message in messages]
         try:
-            is_lost = render(some) == render(without, False, {n: v for n, v in inputs.items() if n != name})
+            is_lost = render(without, asks, inputs | {name: None}) == text
         except UserError:
             continue  # the template needs the field
         if is_lost:

@@ -20,7 +20,7 @@ from lib.errors import UserError
 from lib.test_tokenizer import _json, _llama2_json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
-from lib.weights import export_model, write_tokenizer
+from lib.weights import export_model
 from model import MODELS, Transformer
 from test_model import scramble
 from test_shard import skip_plots
@@ -123,7 +123,7 @@ def test_ids_and_masks_are_those_of_transformers(name, merges, tmp_path):
             for template in (ours.chat_template, bare):
                 ids, mask = render_chat(ours, messages, template, {"tools": tools})
                 assert ids == expected["input_ids"], messages
-                assert mask == expected["assistant_masks"], decode_marked(ours, ids, mask, False)
+                assert mask == expected["assistant_masks"], decode_marked(ours, ids, mask)
 
 
 def test_no_text_makes_a_control_token(tmp_path):
@@ -140,32 +140,6 @@ def test_no_text_makes_a_control_token(tmp_path):
         ends = [on for i, on in zip(ids, mask, strict=True) if i == ours.control["<|im_end|>"]]
         counts.add(tuple(ends))
     assert counts == {(0, 0, 1, 0, 1)}
-
-
-def test_named_templates(tmp_path):
-    """Of tokenizer_config.json, as a list or an object, or .jinja files, which replace it. Tools choose `tool_use`,
-    here and in transformers; an export keeps all."""
-    ask, answer = [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y"}]
-    named = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools[0].name }}", "rag": "R"}
-    rows = [{"name": name, "template": template} for name, template in named.items()]
-    files = {f"additional_chat_templates/{name}__jinja": named[name].encode() for name in ("tool_use", "rag")}
-    (tmp_path / "files/additional_chat_templates").mkdir(parents=True)
-    for kind, source in {"list": rows, "dict": named, "files": rows[:1]}.items():
-        template = named["default"] if kind == "files" else ""
-        more = files if kind == "files" else {}
-        ours, theirs = _tokenizer(tmp_path / kind, template, config={"chat_template": source}, **more)
-        for tools, expected in (None, "Dx"), ([{"name": "add"}], "Tadd"):
-            ids, _ = render_chat(ours, ask, chat_template(ours, "llama", tools), {"tools": tools})
-            assert ids == ours.encode(expected)
-            if kind != "dict":  # transformers writes lists
-                assert theirs.apply_chat_template(ask, tools=tools, return_dict=False) == ids
-        export = tmp_path / f"hf-{kind}"
-        export.mkdir()
-        write_tokenizer(ours, export, "llama")
-        assert T.load_tokenizer(str(export)).templates == ours.templates == named
-    ours, _ = _tokenizer(tmp_path / "none", "", config={"chat_template": rows[1:]})
-    with pytest.raises(UserError, match="none of its names is default"):
-        render_chat(ours, ask + answer, chat_template(ours, "llama"))
 
 
 def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_path, monkeypatch):
@@ -248,11 +222,6 @@ ONE_QUESTION = [
     {"ask": "Why?", "say": "So."}, {"ask": "Why?", "say": "So.", "sys": ""},
 ]  # fmt: skip
 ADDS = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
-TURNS_WITH_CALLS = [
-    *_two(answer="One moment."), {"from": "human", "value": "And?"},
-    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
-    {"from": "observation", "value": "2"}, {"from": "gpt", "value": "So."},
-]  # fmt: skip
 ROWS = [
     *(("plain", row, ONCE) for row in ONE_QUESTION),
     ("plain", {"messages": [SYSTEM, ASK, ANSWER, ASK, ANSWER]}, BRIEF + ONCE + ONCE),
@@ -278,10 +247,7 @@ ROWS = [
      f"«userWhy?»«assistant[[So.{ADDS}{ADDS}»]]«tool2»«tool2»«assistant[[So.»]]"),
     ("calls", {"messages": [ASK, *[ANSWER | {"tool_calls": [SUM]}, RESULT] * 2, ANSWER, ASK]},
      f"«userWhy?»«assistant[[So.{ADDS}»]]«tool2»«assistant[[So.{ADDS}»]]«tool2»«assistant[[So.»]]«userWhy?»«assistant"),
-    ("calls", {"conversations": TURNS_WITH_CALLS, "tools": '[{"name": "add"}]'},
-     '«tools[{"name": "add"}]»«userWhy?»«assistant[[One moment.»]]«userAnd?»'
-     f"«assistant[[{ADDS}»]]«tool2»«assistant[[So.»]]"),
-    ("calls", {"conversations": [*_two(answer="<tool_call>"), *TURNS_WITH_CALLS[-2:]]},
+    ("calls", {"conversations": [*_two(answer="<tool_call>"), {"from": "observation", "value": "2"}, *_two()[1:]]},
      "«userWhy?»«assistant[[<tool_call>»]]«tool2»«assistant[[So.»]]"),
     ("reasons", {"messages": [ASK, THINKS]}, "«userWhy?»«assistant[[<think>hm</think>So.»]]"),
     ("reasons", {"messages": [ASK, ANSWER | {"reasoning_content": "hm"}]},
@@ -313,7 +279,7 @@ def test_rows_are_rendered(template, row, marked, tokenizers_of):
     folder, ours, theirs = tokenizers_of(template)
     bookkeeping = {"id": 7, "source": "x", "reward_score": 0.5, "empty": None}
     ids, mask, notes = _read(folder, row | bookkeeping)
-    text = decode_marked(ours, ids, mask, False).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
+    text = decode_marked(ours, ids, mask).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
     assert text.replace("\n", "") == marked and not notes
     assert _read(tokenizers_of(re.sub(GENERATION, "", template))[0], row)[:2] == (ids, mask)
     messages, inputs, _ = find_messages(row, FIELDS)
@@ -380,7 +346,7 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     roles = ("system", "user", "assistant", "user")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
     ids, mask = render_chat(ours, messages, chat_template(ours, family))
-    assert decode_marked(ours, ids, mask, False) == marked
+    assert decode_marked(ours, ids, mask) == marked
     messages[0], messages[2] = {"role": "system"}, {"role": "assistant", "tool_calls": [CALL]}
     with pytest.raises(UserError, match="does not render tool_calls"):
         render_chat(ours, messages, chat_template(ours, family), notes=[])
@@ -389,38 +355,38 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
 @pytest.mark.parametrize("template, row, message", [
     ("plain", {"messages": [ASK, CALLING]}, "the chat template does not render tool_calls: .*add"),
     ("plain", {"messages": [ASK, ANSWER], "tools": ADD}, "the chat template does not render tools"),
-    ("plain", {"messages": [ASK, THINKS]}, "not render reasoning_content: 'hm'"),
+    ("plain", {"messages": [ASK, THINKS]}, "text of the assistant's last answer: 'hm'"),
     ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render name: 'Ann'"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "weight 0.5, expected 0, or 1 for an answer"),
     ("plain", {"messages": [ASK | {"train": True}, ANSWER]}, "a message of the user has train True, expected 0, or 1"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
-    ("calls", {"conversations": [*_two()[:1], {"from": "function_call", "value": "add"}]}, "function_call is 'add'"),
-    ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "the row has loss_mask"),
-    ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "a message has mask True"),
+    ("calls", {"conversations": [*_two()[:1], {"from": "function_call", "value": "{}"}]}, "expected assistant with"),
+    ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "nothing reads the field loss_mask"),
+    ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "nothing reads the field mask"),
     ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a str"),
     ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is 'add', expected a list"),
     ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected a dict"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
     ("cuts", {"messages": [ASK, ANSWER | {"content": "[THINK]a[/THINK]b"}]}, r"last answer: '\[THINK\]a\[/THINK\]b'"),
     ("reasons", {"messages": [ASK, ANSWER | {"content": "<think>a</think>b"}]}, "last answer: '<think>a</think>b'"),
-    ("plain", {"messages": []}, "expected a user's message"),
-    ("plain", {"messages": [SYSTEM]}, "expected a user's message"),
+    ("plain", {"messages": []}, "message 0: expected system or developer or user with"),
+    ("plain", {"messages": [SYSTEM]}, "nothing is trained on"),
     ("plain", {"messages": [ANSWER]}, "message 0: expected system or developer or user with"),
     ("plain", {"messages": [ASK, SYSTEM]}, "message 1: expected assistant with"),
     ("plain", {"messages": [SYSTEM, ASK, ANSWER, ANSWER]}, "message 3: expected user or tool with"),
     ("plain", {"messages": [ASK, ANSWER, ASK | {"content": " \n"}]}, "message 2: expected user or tool with a text"),
     ("plain", {"messages": [ASK, ANSWER | {"content": [{"type": "text"}]}]}, "message 1: expected assistant with"),
-    ("plain", {"messages": [ASK | {"content": "hi \ufdd2there\ufdd3"}]}, "holds U.FDD2, which is not a character"),
-    ("{% if %}", {"messages": [ASK]}, "Expected an expression"),
+    ("plain", {"messages": [ASK | {"content": "hi \ufdd2there\ufdd3"}]}, "not characters"),
     ("{{ raise_exception('no role') }}", {"messages": [ASK]}, "refuses this conversation: no role"),
-    ("{% for m in messages %}{{ m.content }}{% endfor %}", {"messages": [ASK, ANSWER]}, "before a control token"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", {"messages": [ASK, ANSWER]}, "last answer: 'So.'"),
 ])  # fmt: skip
 def test_rows_are_refused(template, row, message, tokenizers_of):
     with pytest.raises(UserError, match=message):
         _read(tokenizers_of(TRAITS.get(template, template))[0], row)
 
 
-CUT, CHANGED = "leaves out text of an earlier answer: it is not", "changes or leaves out text of the assistant"
+CHANGED = "the chat template changes or leaves out text of the assistant"
+CUT = f"{CHANGED}'s earlier answer: it is not trained on"
 
 
 @pytest.mark.parametrize("template, messages, marked, notes", [
@@ -431,7 +397,7 @@ CUT, CHANGED = "leaves out text of an earlier answer: it is not", "changes or le
     ("cuts", [ASK, ANSWER | {"content": "a[/THINK]b"}, ASK], "«userWhy?»«assistantb»«userWhy?»«assistant", [CUT]),
     ("cuts", [ASK, ANSWER | {"content": "a[/THINK]b", "weight": 0}, ASK, ANSWER], "«userWhy?»«assistantb»" + ONCE,
      [CHANGED]),
-    ("cuts", [ASK, ANSWER | {"content": "So\t  on."}], "«userWhy?»«assistant[[So  on.»]]", [CHANGED]),
+    ("cuts", [ASK, ANSWER | {"content": "So\t  on."}], "«userWhy?»«assistant[[So  on.»]]", []),
     ("closes", [ASK, THINKS | {"tool_calls": [SUM]}, RESULT, ANSWER, ASK, ANSWER],
      f"«userWhy?»«assistant<think></think>So.{ADDS}»«tool2»«assistant<think>[[</think>So.»]]"
      "«userWhy?»«assistant<think>[[</think>So.»]]", [CUT]),
@@ -441,11 +407,9 @@ def test_answers_that_lose_text_are_not_trained_on(template, messages, marked, n
     for source in (TRAITS[template], re.sub(GENERATION, "", TRAITS[template])):
         _, ours, _ = tokenizers_of(source)
         ids, mask = render_chat(ours, messages, source, notes=(seen := []))
-        text = decode_marked(ours, ids, mask, False).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
+        text = decode_marked(ours, ids, mask).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
         assert text.replace("\n", "") == marked
-        assert [what for what, _ in seen if "assistant" in what or "answer" in what] == [
-            f"the chat template {note}{' trained on' * (note == CUT)}" for note in notes
-        ]
+        assert [what for what, _ in seen if "assistant" in what] == notes
 
 
 def test_what_is_left_out_is_counted(tmp_path, caplog):
@@ -464,7 +428,7 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     prepare(find_files(str(tmp_path / "a.jsonl"), ""), Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0)
     assert {re.sub(r"\S*/a.jsonl: ", "", record.message) for record in caplog.records} == {
         "the chat template changes or leaves out text of the system: 1 row, first in line 2: 'Be brief.'",
-        f"the chat template {CUT} trained on: 1 row, first in line 3: {thought!r}",
+        f"{CUT}: 1 row, first in line 3: {thought!r}",
         "the chat template asks for today's date and always gets this one: 5 rows, first in line 1: '26 July 2024'",
         "nothing reads the field channel: 1 row, first in line 3: 'c7'",
         "nothing reads the field system_prompt: 1 row, first in line 3: 's'",

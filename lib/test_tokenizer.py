@@ -244,7 +244,6 @@ def test_fingerprint(tmp_path):
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
 PAD = {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}
-CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "YWJj"}
 
 
 @pytest.mark.parametrize("files, message", [
@@ -262,10 +261,9 @@ def test_files_that_are_not_tokenizers_are_refused(files, message, tmp_path):
 @pytest.mark.parametrize("kind, changes, settings, message", [
     ("gpt2", {}, {"bos_token": "<nope>"}, "BOS '<nope>'"),
     ("gpt2", {"added_tokens": []}, {}, "name them in tokenizer_config.json"),
-    ("gpt2", {}, {"extra_special_tokens": ["<new>"]}, "lacks <new>"),
-    ("gpt2", {"normalizer": CHARSMAP}, {}, "PanicException"),
-    ("llama2", {}, PAD, "lacks <pad>"),
-    ("llama2", {}, {"additional_special_tokens": ["▁the"]}, "reads ▁the as text"),
+    ("gpt2", {}, {"extra_special_tokens": ["<new>"]}, "lacks .* <new>"),
+    ("llama2", {}, PAD, "lacks .* <pad>"),
+    ("llama2", {}, {"additional_special_tokens": ["▁the"]}, "lacks .* ▁the"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(kind, changes, settings, message, tmp_path):
     content = {"tokenizer__model": _model(kind)} if kind in MODELS else {"tokenizer__json": _json(kind) | changes}
@@ -278,7 +276,7 @@ def test_settings_that_do_not_fit_are_refused(kind, changes, settings, message, 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
 DIGITS = {"type": "Split", "pattern": {"Regex": r"\d|\n"}, "behavior": "Isolated", "invert": False}
 TOOL = {"__type": "AddedToken", "content": "<tool>"}
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+FLAGS = ("lstrip", "rstrip", "normalized")
 
 
 def _llama2_json(kind: str, folder, legacy: bool = True) -> dict:
@@ -349,12 +347,7 @@ def test_flags_of_control_tokens(flag, in_settings, tmp_path):
     d = _json("llama3") if in_settings else _with_flag(flag)
     config = {"added_tokens_decoder": added} if in_settings else {}
     spec = _write(tmp_path, tokenizer__json=d, tokenizer_config__json=config, config__json={})
-    ours = T.load_tokenizer(spec)
-    if flag == "single_word":
-        with pytest.raises(UserError, match="set single_word and normalized to false"):
-            _render(ours, "x")
-    else:
-        _same_as_theirs(ours, spec)
+    _same_as_theirs(T.load_tokenizer(spec), spec)
 
 
 @pytest.mark.parametrize("settings", [
@@ -379,12 +372,9 @@ def test_every_special_token_is_a_control_token(settings, tmp_path):
 
 
 def test_a_text_that_the_library_reads_as_a_control_token_is_refused(tmp_path):
-    """Unigram models read every control token in a text. A panic of the library is no crash."""
+    """Unigram models read every control token in a text."""
     spec = _write(tmp_path / "unigram", tokenizer__model=_model("unigram"), config__json={})
     transformers.AutoTokenizer.from_pretrained(spec).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="'a</s>' as a control token"):
         T.load_tokenizer(str(tmp_path)).encode("a</s>")
     assert T.load_tokenizer(str(tmp_path)).encode("\u0d0a")  # unknown, but no control token
-    d = _json("gpt2") | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
-    with pytest.raises(UserError, match="cannot encode the text 'abc' .PanicException"):
-        T.load_tokenizer(_write(tmp_path / "panic", tokenizer__json=d)).encode("abc")

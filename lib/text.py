@@ -285,7 +285,7 @@ class Encoder(NamedTuple):
         if not chat:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
         messages, inputs, notes = chat
-        template = chat_template(tokenizer, self.chat, inputs.get("tools"))
+        template = chat_template(tokenizer, self.chat)
         ids, mask = render_chat(tokenizer, messages, template, inputs, notes)
         if not any(mask):
             raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
@@ -583,7 +583,7 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     code = [Path(__file__).parent.joinpath(name).read_text("utf-8") for name in CODE]
     tokenizer = load_tokenizer(encoder.tokenizer)
     fields = [encoder.fields_of(sources), encoder.chat, encoder.chat_fields]
-    return digest(sources, fields, tokenizer.fingerprint, tokenizer.templates, options, code)
+    return digest(sources, fields, tokenizer.fingerprint, options, code)
 
 
 def verify(path: Path) -> Iterator[str]:

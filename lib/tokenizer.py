@@ -8,12 +8,10 @@ never read.
 A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (the ids that end a generated text;
 including BOS, which begins the next document), vocab ({token: id}), vocab_size (largest id + 1), control
 ({text of a control token: id}), strips ({text of a control token: the characters that it takes [before, after] it}),
-conditional (control tokens that the library finds only as whole words, or behind a space), reserved (ids that no text
-may have), is_llama and legacy (of SentencePiece), pad_id (of config.json), fingerprint (equal for equal ids, on every
-machine), files (the files that an export copies), names ({"bos_token": text, ...}),
-templates (its folder's chat templates, by name), chat_template (the default one, or "")."""
+reserved (ids that no text may have), is_llama and legacy (of SentencePiece), pad_id (of config.json), fingerprint
+(equal for equal ids, on every machine), files (the files that an export copies), names ({"bos_token": text, ...}),
+chat_template (its folder's, or "")."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -35,7 +33,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 # If two files have the same key, the later file counts.
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
-NAMED_TEMPLATES = "additional_chat_templates"  # a folder
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 CONVERT = "write a tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -45,7 +42,7 @@ class Tokenizer:
     """The parts that all kinds share."""
 
     byte_level, chat_template, is_llama, legacy, pad_id = False, "", False, True, None
-    strips, reserved, conditional, templates = {}, set(), [], {}
+    strips, reserved = {}, set()
 
     def encode(self, text: str, is_first: bool = True) -> list[int]:
         """is_first: whether the text begins a document, instead of following a control token."""
@@ -55,10 +52,9 @@ class Tokenizer:
         """-> (ids, a function that gives the place of each of them in the text, in characters)"""
         try:
             text.encode()  # not every library refuses half of a surrogate pair
-            ids, offsets = self._encode(text, is_first)
-        except BaseException:
-            with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
-                raise
+        except UnicodeEncodeError as e:
+            raise UserError(f"The text is not Unicode: {e}") from None
+        ids, offsets = self._encode(text, is_first)
         if not self.reserved.isdisjoint(ids):
             raise UserError(f"The tokenizer reads a part of the text {text!r:.80} as a control token")
         return ids, offsets
@@ -83,17 +79,6 @@ class Tokenizer:
         return feed
 
 
-@contextlib.contextmanager
-def _library_errors(problem: str) -> Iterator[None]:
-    """UserError instead of the libraries' errors, which have no common class; a panic is a BaseException."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as e:
-        raise UserError(f"{problem} ({type(e).__name__}: {str(e)[:200]})") from None
-
-
 class ByteTokenizer(Tokenizer):
     """256 bytes, then BOS and EOS."""
 
@@ -114,7 +99,7 @@ class SentencePiece(Tokenizer):
     """A tokenizer.model. Like in transformers, tokenizer_class and two settings decide whether a text gets a space
     before it: add_prefix_space, and legacy, whether also a text that follows a control token."""
 
-    def __init__(self, model: bytes, settings: dict, added: list[dict], special: list[str]):
+    def __init__(self, model: bytes, settings: dict, added: list[dict]):
         from sentencepiece import SentencePieceProcessor
 
         is_llama = settings.get("tokenizer_class", "").startswith("LlamaTokenizer")
@@ -128,9 +113,6 @@ class SentencePiece(Tokenizer):
         self.without_space, self.flags = without_space, added
         self.vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
         self.control = {piece: i for piece, i in self.vocab.items() if processor.is_control(i)}
-        known = {piece for piece in special if piece in self.vocab and not processor.is_unknown(self.vocab[piece])}
-        if wrong := ", ".join(known - self.control.keys()):
-            raise UserError(f"tokenizer.model reads {wrong} as text, but the settings call it special: {CONVERT}")
 
     def _encode(self, text, is_first):
         has_space = text[:1] in (" ", "▁") and (self.is_llama or not self.legacy)
@@ -162,8 +144,6 @@ class JsonTokenizer(Tokenizer):
         self.vocab, known = backend.get_vocab(), backend.get_added_tokens_decoder().items()
         self.control = {token.content: i for i, token in known if token.special}
         self.flags = [token.__getstate__() for _, token in known if token.special]
-        prepends = "Prepend" in repr(backend.normalizer)
-        self.conditional = [t["content"] for t in self.flags if t["single_word"] or (t["normalized"] and prepends)]
         self.byte_level = "ByteLevel" in repr(backend.decoder)
         self.adds_bos, self.decode = bool(backend.encode("").ids), backend.decode
         # Metaspace can put a space before a text, but not behind a control token.
@@ -186,15 +166,13 @@ def token_sizes(tokenizer: Tokenizer) -> list[int]:
     return sizes
 
 
-def decode_marked(tokenizer: Tokenizer, tokens: list[int], trained: list[bool], colour: bool) -> str:
-    """The text of tokens. Trained tokens are green or between [[ and ]]."""
-    names, feed = {i: text for text, i in tokenizer.control.items()}, tokenizer.decoder()
-    on, off = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
-    text = ""
+def decode_marked(tokenizer: Tokenizer, tokens: list[int], trained: list[bool]) -> str:
+    """The text of tokens. Trained tokens are between [[ and ]]."""
+    names, feed, text = {i: text for text, i in tokenizer.control.items()}, tokenizer.decoder(), ""
     for token, is_trained in zip(tokens, trained, strict=False):
         piece = printable(names.get(token) or feed(token))
-        text += on + piece + off if is_trained else piece
-    return text.replace(off + on, "")
+        text += f"[[{piece}]]" if is_trained else piece
+    return text.replace("]][[", "")
 
 
 # ---- files
@@ -204,18 +182,15 @@ def holds_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
+@functools.cache
 def load_tokenizer(spec: str) -> Tokenizer:
     """spec: `bytes`, a tokenizer.json or tokenizer.model, the folder of one, or a hub id."""
-    return ByteTokenizer() if spec == "bytes" else _load(local_path(spec, "--tokenizer"))
-
-
-@functools.cache
-def _load(path: Path) -> Tokenizer:
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = local_path(spec, "--tokenizer")
     files = path, *(path / name for name in TOKENIZER_FILES)
-    source = next((file for file in files if file.is_file()), files[1])
-    damage = f"--tokenizer {path}: {source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT}"
-    with _library_errors(damage), naming(f"--tokenizer {path}"):
-        return _read_tokenizer(source)
+    with naming(f"--tokenizer {path}"):
+        return _read_tokenizer(next((file for file in files if file.is_file()), files[1]))
 
 
 def _read_tokenizer(source: Path) -> Tokenizer:
@@ -228,40 +203,35 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     names = {key: _text_of(token) for key, token in settings.items() if key.endswith("_token") and token is not True}
     added, special = [*settings.get("added_tokens_decoder", {}).values()], [*names.values(), *listed]
     is_json = data.lstrip().startswith(b"{")
-    tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added, special)
-    if absent := {*listed, *map(_text_of, added)} - tokenizer.vocab.keys():
-        raise UserError(f"{source.name} lacks {', '.join(sorted(absent))}, which the settings name: {CONVERT}")
+    try:
+        tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added)
+    except Exception as e:  # the libraries' errors have no common class
+        raise UserError(f"{source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT} ({e})") from None
+    unknown = names.get("unk_token"), "<unk>", "[UNK]"
+    absent = {*listed, *map(_text_of, added)} - tokenizer.vocab.keys()
+    absent |= {*special}.intersection(tokenizer.vocab).difference(tokenizer.control, unknown)
+    if absent:
+        raise UserError(f"{source.name} lacks special tokens of the settings, {', '.join(sorted(absent))}: {CONVERT}")
     strips = {t["content"]: [WHITE_SPACE * t.get(end, False) for end in ("lstrip", "rstrip")] for t in tokenizer.flags}
     tokenizer.strips = {text: ends for text, ends in strips.items() if any(ends)}
-    unknown = names.get("unk_token"), "<unk>", "[UNK]"
     tokenizer.reserved = {i for text, i in tokenizer.control.items() if text not in unknown}
     tokenizer.pad_id = settings.get("pad_token_id")
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
-    tokenizer.templates = templates = _read_templates(folder, settings.get("chat_template", {}))
-    if templates:
-        tokenizer.chat_template = templates.get("default", "{{ raise_exception('none of its names is default') }}")
+    template = settings.get("chat_template", "")
+    if (folder / "chat_template.jinja").is_file():
+        template = read_file(folder / "chat_template.jinja").decode()
+    elif isinstance(template, list):
+        template = next(row["template"] for row in template if row["name"] == "default")
+    tokenizer.chat_template = template
     identity = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
     traits = [tokenizer.strips, tokenizer.is_llama, tokenizer.legacy]
     identity += traits if traits != [{}, False, True] else []
     tokenizer.fingerprint = hashlib.sha256(data + json.dumps(identity).encode()).hexdigest()[:16]
-    others = [*COPIED_FILES, *(f"{NAMED_TEMPLATES}/{name}.jinja" for name in templates)]
-    others += TOKENIZER_FILES if source.name in TOKENIZER_FILES else ()
+    others = COPIED_FILES + TOKENIZER_FILES if source.name in TOKENIZER_FILES else COPIED_FILES
     tokenizer.files = {folder / name: name for name in others if (folder / name).is_file()}
     tokenizer.files[source] = "tokenizer.json" if is_json else "tokenizer.model"
     return tokenizer
-
-
-def _read_templates(folder: Path, setting: str | list | dict) -> dict[str, str]:
-    """The chat templates of a folder by name: its .jinja files, or else the setting of tokenizer_config.json."""
-    paths = {path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        paths["default"] = folder / "chat_template.jinja"
-    if paths:
-        return {name: read_file(path).decode() for name, path in paths.items()}
-    if isinstance(setting, list):
-        return {row["name"]: row["template"] for row in setting}
-    return {"default": setting} if isinstance(setting, str) else setting
 
 
 def _text_of(token: str | dict) -> str:

@@ -199,7 +199,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     chat_format: of a model that was trained on conversations. Their template is written, and the tokens that end a
     turn also end a text."""
     for file, name in tokenizer.files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
         model = BYTES_JSON["model"] | {"vocab": tokenizer.vocab}
@@ -208,8 +207,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     ends = tokenizer.eos_ids
     if chat_format:
         chat = chat_template(tokenizer, chat_format)
-        if {*tokenizer.templates} <= {"default"}:  # several are in the copied files
-            (folder / "chat_template.jinja").write_text(chat, "utf-8")
+        (folder / "chat_template.jinja").write_text(chat, "utf-8")
         ends = sorted({*ends, *tokenizer.stop_ids - {tokenizer.bos_id}})
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     pad = tokenizer.pad_id
