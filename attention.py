@@ -30,7 +30,6 @@ Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head
 
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -54,8 +53,7 @@ from lib.errors import UserError
 
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
-PIP = f"{sys.executable} -m pip install"  # into the Python that runs this
-INSTALL_FLASH = f"{PIP} packaging ninja && {PIP} flash-attn --no-build-isolation"
+INSTALL_FLASH = "pip install packaging ninja && pip install flash-attn --no-build-isolation"
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FA3 = "flash_attn_interface"  # the module that flash-attn's hopper/ folder installs
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
@@ -72,10 +70,7 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
     capability = torch.cuda.get_device_capability() if here else (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and capability >= (8, 0)
     if name in PACKED and not fits:
-        raise UserError(
-            f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of 8, 16, ... 256"
-            f" dimensions, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
-        )
+        raise UserError(f"--attention {name} needs a GPU (A100 or later), bf16 and heads of 8, 16, ... 256 dimensions")
     if name == "flash" and not find_spec("flash_attn"):
         raise UserError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name == "auto":
@@ -86,27 +81,20 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
     return name
 
 
-def kernel(
-    backend: str, separate: bool, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int],
-    windows: bool = False,
-) -> str:  # fmt: skip
-    """The kernel that training runs, for env.json and the log. separate: rows hold several documents. heads: H, K, h.
-    windows: layers with a window, which run the same kernel as documents, except with `blocked`."""
-    if windows and not separate and backend != "blocked":
-        layers = kernel(backend, True, device, dtype, heads)
-        return f"{kernel(backend, False, device, dtype, heads)}; windows: {layers}"
+def kernel(backend: str, masked: bool, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
+    """The kernel that training runs, for env.json and the log. masked: rows hold several documents, or layers have a
+    window. heads: H, K, h."""
     if backend == "flash":
-        return f"flash-attn {version('flash-attn')}" + (", varlen" if separate else "")
-    if backend == "varlen" and separate:
+        return f"flash-attn {version('flash-attn')}"
+    if backend == "varlen" and masked:
         return f"varlen, {current_flash_attention_impl() or 'FA2'}"
-    masked = ", boolean mask" if separate else ""
-    if backend == "blocked":
-        return backend + masked
-    H, K, h = heads
-    q, k = (torch.empty(1, n, BLOCK, h, device=device, dtype=dtype, requires_grad=True) for n in (H, K))
-    mask = torch.ones(1, 1, BLOCK, BLOCK, dtype=torch.bool, device=device) if separate else None
-    choice = _fused(torch_private.choose_sdpa, q, k, k, mask)
-    return f"sdpa, {SDPBackend(choice).name.lower()}{masked}"
+    if backend != "blocked":
+        H, K, h = heads
+        q, k = (torch.empty(1, n, BLOCK, h, device=device, dtype=dtype, requires_grad=True) for n in (H, K))
+        mask = torch.ones(1, 1, BLOCK, BLOCK, dtype=torch.bool, device=device) if masked else None
+        choice = _fused(torch_private.choose_sdpa, q, k, k, mask)
+        backend = f"sdpa, {SDPBackend(choice).name.lower()}"
+    return backend + ", boolean mask" * masked
 
 
 def attention(

@@ -58,8 +58,8 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
     """The kernel that computes attention on the rows of a Loader."""
     shape, N = config.model_config, config.context_parallel
     heads = shape.n_heads // N, math.lcm(shape.n_kv_heads, N) // N, shape.head_dim
-    windows = 0 < shape.window < config.seq_len
-    return kernel(config.attention, data.separate, device, DTYPES[config.dtype], heads, windows)
+    masked = data.separate or 0 < shape.window < config.seq_len
+    return kernel(config.attention, masked, device, DTYPES[config.dtype], heads)
 
 
 def describe_model(model: Transformer) -> None:

@@ -44,7 +44,7 @@ def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 # Linear: position interpolation (arXiv 2306.15595). Dynamic NTK scaling changes nothing in rows of up to max_seq_len
-# tokens. rope_table refuses longer rows.
+# tokens; config.py refuses longer ones.
 ROPES = {
     "linear": lambda frequencies, config: frequencies / config.rope_scaling.factor,
     "llama3": rope_llama3,
@@ -68,8 +68,6 @@ def rope_table(config: ModelConfig, positions: Tensor, kind: str = "full") -> tu
     this kind; None where these do not rotate."""
     if config.positions != "rope" or "nope" in kind:
         return None
-    if "dynamic" in str(config.rope_scaling) and positions.shape[1] > config.max_seq_len:
-        raise ValueError(f"rope_scaling of type dynamic beyond {config.max_seq_len:,} positions is not implemented")
     frequencies, scale = rope_frequencies(config, positions.device, kind)
     angles = positions.float()[..., None, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
