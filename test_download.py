@@ -42,8 +42,7 @@ consolidated.safetensors model.fp16.safetensors .gitattributes model.gguf train.
 DATA = {"README.md": b"words", "en/c4-train.0.json.gz": BIG[:5000], "en/c4-val.json.gz": b"v", "de/x.json.gz": b"d"}
 UNWANTED = {name: b"x" + name.encode() for name in NEVER.split()}
 SOLO = {"config.json": b"{}"}
-REPOS = {"models/org/model": MODEL | UNWANTED, "models/solo": SOLO, "datasets/org/data": DATA,
-         "models/org/pickled": SOLO | {"pytorch_model.bin": b"pickle"}}  # fmt: skip
+REPOS = {"models/org/model": MODEL | UNWANTED, "models/solo": SOLO, "datasets/org/data": DATA}
 
 
 def is_large(path):
@@ -131,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, json.dumps(swap(value, field, odd) if kind == answer else value).encode(), **headers)
 
     def tree(self, repo, folder):
-        """Two pages; the address of the second names another origin, as a mirror's may."""
+        """Two pages."""
         prefix, is_deep, entries = f"{folder}/" * bool(folder), "recursive=true" in self.path, {}
         original = {"type": "directory", "path": "original", "oid": "c" * 40, "size": 0}
         for path, content in self.server.repos[repo].items():
@@ -143,14 +142,12 @@ class Handler(BaseHTTPRequestHandler):
         entries = [*entries.values()]
         if "cursor" in self.path or len(entries) < 4:
             return self.listing("tree", entries[3:] if "cursor" in self.path else entries)
-        link = f'<{self.server.cdn.url}{self.path}&cursor=2>; rel="next"'
+        link = f'<{self.server.url}{self.path}&cursor=2>; rel="next"'
         self.listing("tree", [*entries[:3], original], Link=link)
 
     def resolve(self, repo, commit, path):
         content = self.server.repos[repo][path]
         about = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
-        kind, field, odd = self.server.odd
-        about |= {field: odd} if kind == "header" else {}
         name = f"{repo}//{path}"
         if is_large(path):
             about |= {"X_Linked_Size": len(content), "X_Linked_Etag": f'"{hash_of(path, content)}"'}
@@ -267,10 +264,10 @@ def test_out_belongs_to_one_revision_of_one_repository(hub, tmp_path, capfd):
 
 
 def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capfd, caplog):
-    """The listing names another origin for its second page, and large files are on another origin."""
+    """Large files are on another origin."""
     assert main("org/model") == 0
     assert {auth for _, path, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
-    assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
+    assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 2
     for status in (403, 401, 503):
         hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {TOKEN}"})
         assert main("org/model") == 1 + (status < 500)
@@ -278,7 +275,6 @@ def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capf
     output = "".join([*capfd.readouterr(), caplog.text]).encode()
     kept = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
     assert len(kept) > 5 and not any(TOKEN.encode() in text for text in [output, *kept])
-    assert b"trying again" in output and b"hf_***" in output
 
 
 # ---- wrong bytes
@@ -290,8 +286,7 @@ def test_a_damaged_file_is_downloaded_once_more_and_never_used(hub, capfd):
     assert capfd.readouterr().err.count("error: ") == 1
     with pytest.raises(UserError, match="continue the download with: python download.py org/model$"):
         local_path("org/model", "--weights")
-    hub.faults[SHARD] = [("flip", 1_500_000)]
-    assert main("org/model") == 0 and not hub.faults[SHARD]
+    assert main("org/model") == 0
     assert content(local_path("org/model", "--weights")) == MODEL
 
 
@@ -329,18 +324,13 @@ def test_a_cache_that_the_library_filled(hub, damaged, at_use):
     assert blob.exists() == bool(damaged)
 
 
-@pytest.mark.parametrize("out", [[], ["--out", "out"]], ids=["cache", "out"])
-def test_two_downloads_at_the_same_time_transfer_each_byte_once(hub, tmp_path, out):
+def test_two_downloads_at_the_same_time_transfer_each_byte_once(hub, tmp_path):
     hub.faults[SHARD] = [("wait", 2)] * 2  # meanwhile both have asked for the listing
     commands = [
-        subprocess.Popen(
-            [sys.executable, download.__file__, "org/model", *out], cwd=tmp_path, stdout=subprocess.DEVNULL
-        )
-        for _ in range(2)
+        subprocess.Popen([sys.executable, download.__file__, "org/model"], stdout=subprocess.DEVNULL) for _ in range(2)
     ]
     assert [command.wait() for command in commands] == [0, 0]
-    folder = tmp_path / "out" if out else local_path("org/model", "--weights")
-    assert content(folder) == MODEL
+    assert content(local_path("org/model", "--weights")) == MODEL
     assert hub.cdn.sent == sum(len(MODEL[name]) for name in (SHARD, SECOND))
 
 
@@ -359,57 +349,10 @@ def test_nothing_is_downloaded_of_a_listing_that_leaves_the_folder(hub, tmp_path
     assert not (tmp_path / "out").exists() and not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize("out", [True, False])
-def test_a_damaged_file_that_a_link_leads_to_is_not_deleted(hub, tmp_path, out):
-    args = ["--out", tmp_path / "out"] if out else []
-    assert main("org/model", *args) == 0
-    folder, victim = tmp_path / "out" if out else local_path("org/model", "--weights"), tmp_path / "victim"
-    victim.write_bytes(b"x" * len(BIG))
-    (folder / SHARD).unlink()
-    (folder / SHARD).symlink_to(victim)
-    assert main("org/model", *args) == (not out) and victim.read_bytes() == b"x" * len(BIG)
-
-
 # ---- a hub that fails
 
 
-@pytest.mark.parametrize("answer", [(429, b"", {"Retry_After": 1}), (503, b""), (ConnectionResetError,)])
-def test_a_listing_that_fails_once_is_asked_for_again(hub, answer):
-    failed = set()
-
-    def refuse(path):
-        if "/api/" not in path or path in failed:
-            return None
-        failed.add(path)
-        return answer if len(answer) > 1 else answer[0]()  # an exception resets the connection
-
-    hub.refuse = refuse
-    assert main("org/model") == 0 and content(local_path("org/model", "--weights")) == MODEL
-    assert [file.size for file in find_files("hf://datasets/org/data/en/*val*", "--data")] == [1]
-    assert len(failed) >= 4
-
-
-ODD = "x", float("inf"), None, ["a"]
-FIELDS = {
-    "revision": ("sha", "siblings", "rfilename", "size", "blobId", "lfs"),
-    "tree": ("path", "size", "oid", "lfs"),
-    "header": ("X_Linked_Size", "ETag", "Location"),
-}
-
-
-@pytest.mark.parametrize(("answer", "field"), [(answer, field) for answer in FIELDS for field in FIELDS[answer]])
-def test_no_value_of_a_field_of_an_answer_ends_in_a_traceback(hub, tmp_path, capfd, answer, field):
-    """Either the files arrive, or one message says why not."""
-    hub.repos["models/solo"] = {"config.json": b"{}", "model.safetensors": b"weights"}
-    for n, value in enumerate(ODD):
-        hub.odd, out = (answer, field, value), tmp_path / str(n)
-        status, output = main("solo", "--out", out), capfd.readouterr().err
-        assert "Traceback" not in output and output.count("error: ") == (status > 0), (value, output)
-        assert status or content(out) == hub.repos["models/solo"], value
-    assert not [*tmp_path.glob("x*")] and not [*tmp_path.parent.glob("x*")]
-
-
-@pytest.mark.parametrize("size", ODD)
+@pytest.mark.parametrize("size", ["x", float("inf"), None, ["a"]])
 def test_a_size_of_data_that_is_no_number_is_refused(hub, size):
     hub.odd = "tree", "size", size
     with pytest.raises(UserError, match="size in the listing") if size else contextlib.nullcontext():
@@ -446,17 +389,15 @@ def refuse_files(*answer):
     (None, ["org/other"], 2, "no http.*/org/other, or it is private"),
     (None, ["org/model", "--revision", "v9"], 2, "the revision does not exist"),
     (None, ["../model"], 2, "not the name"),
-    (None, ["org/pickled"], 2, "has weights only as pytorch_model.bin"),
-    (None, ["org/model", "--include", "*.nothing"], 2, "none of its 17 files"),
+    (None, ["org/model", "--include", "*.nothing"], 2, "none of its files"),
     (None, ["org/model", "--jobs"], 2, "--help lists all flags"),
     (refuse_files(500), [], 1, "answers 500"),
-    (refuse_files(404), [], 2, "answers 404 for (config|model|tok|a name).*org/model lists: leave it out"),
+    (refuse_files(404), [], 2, "answers 404 for a file that .*org/model lists: leave it out"),
     (refuse_files(404, b"", {"X_Error_Code": "EntryNotFound"}), [], 2, "answers 404 for .*: leave it out"),
-    (lambda p: (200, b"{}"), [], 1, "no answer of a hub.*HF_ENDPOINT"),
-    (None, ["org/model", "--verify"], 2, "no complete .*snapshots.*name your commit"),
-    (None, ["org/model", "--verify", "--skip_model"], 2, "give no --include"),
+    (lambda p: (200, b"{}"), [], 1, "no answer.*HF_ENDPOINT"),
+    (None, ["org/model", "--verify"], 2, "no complete .*snapshots.*: name your commit"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
-    (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "no answer of a hub: .*refused"),
+    (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "no answer: .*refused"),
 ])  # fmt: skip
 def test_one_message_and_a_status(hub, capfd, refuse, args, status, words):
     hub.refuse = refuse or hub.refuse
@@ -474,8 +415,7 @@ def test_offline(hub, capfd, monkeypatch):
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("org/none", "--w org/none: .* of this name, and no download of it in .*hub: python download.py org/none$"),
-    ("runs/none", "--w runs/none: there is no folder or file of this name; runs has "),
-    ("gpt2@v1", "python download.py gpt2 --revision v1$"), ("./x.bin", "no folder or file .*, and not the name"),
+    ("gpt2@v1", "python download.py gpt2 --revision v1$"), ("./x.bin", "no folder or file of this name$"),
 ])  # fmt: skip
 def test_a_name_without_a_download(hub, spec, words):
     with pytest.raises(UserError, match=words):

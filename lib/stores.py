@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
-from lib.hub import guard_token, hub_errors
+from lib.hub import hub_errors
 from lib.progress import advance
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
@@ -97,7 +97,6 @@ def _open_hub(spec, flag):
     if not address:
         raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
     repo, revision, path = address.groups()
-    guard_token()
     commit = HfApi().dataset_info(repo, revision=revision or "main").sha
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
     store.resolve_path(path)  # the store remembers the answer
