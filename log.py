@@ -130,7 +130,6 @@ class Log:
         self.router_sums = torch.zeros(())
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
-        self.mesh = mesh_shape(config.shard_size, self.ranks.world_size)  # replicas, shards
         self.trackers = {}
         self.drawing = None  # a process that draws
         self.drawn_at = -math.inf
@@ -161,7 +160,7 @@ class Log:
         attention = attention_kernel(config, data, self.ranks.device)
         env = describe_environment() | {
             "world_size": size,
-            "mesh": {"replicate": self.mesh[0], "shard": self.mesh[1]},
+            "mesh": dict(zip(("replicate", "shard"), mesh_shape(config.shard_size, size), strict=True)),
             "attention": attention,
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
@@ -326,7 +325,6 @@ def _start_wandb(folder: Path, fresh: bool):
         resume="allow",
         dir=str(folder),
         config=read_json(folder / "flags.json"),
-        settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
     write_json(file, {"id": run.id})
     return run

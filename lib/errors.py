@@ -142,9 +142,7 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
         return 141
     except Exception as error:
         status, message = describe_error(error)
-        # Outside of a run, a RuntimeError is torch's, about another rank.
-        order = FOLLOWED if isinstance(error, RuntimeError) else 0
-    write_error("error" if status == 2 else "failed", message, order)
+    write_error("error" if status == 2 else "failed", message, 0)
     if status == 1 or os.environ.get("RANK", "0") == "0":
         say_error(message)
     return status

@@ -166,7 +166,6 @@ def set_numerics(dtype: str, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for the same bits
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new tensor twice
 
 
 def compiler_problem() -> str:
