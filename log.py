@@ -71,7 +71,7 @@ def describe_model(model: Transformer) -> None:
 def profile_steps(run) -> profile:
     """torch's profiler for --profile steps of rank 0, from the fourth step of this start on; it writes profile/ when
     they are done. Call its step() after each step. run: a lib.run.Run."""
-    steps, folder, device = run.config.profile, run.folder / "profile", run.ranks.device
+    steps, folder = run.config.profile, run.folder / "profile"
     if not steps or run.ranks.rank:
         return profile(schedule=lambda step: ProfilerAction.NONE)
 
@@ -79,26 +79,13 @@ def profile_steps(run) -> profile:
         with run.phase("profile"):
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / "rank-00000.trace.json.gz"))
-            order = f"self_{device.type}_time_total"
-            table = profiler.key_averages().table(order, row_limit=30)
-            (folder / "table.txt").write_text(table)
-            logger.info(f"Profile of rank 0: {folder}, table.txt and a trace for https://ui.perfetto.dev")
+            logger.info(f"Profile of rank 0: {folder} has a trace for https://ui.perfetto.dev")
 
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 
 
 # ---- the step record
-
-
-def compare(predicted: dict[str, float], record: dict[str, float], folder: Path) -> str:
-    """Writes plan.json, the predicted and measured values of a record -> a line for the log."""
-    measured = {name: record[name] for name in predicted}
-    write_json(folder / "plan.json", {"step": record["step"], "predicted": predicted, "measured": measured})
-    return "Plan: " + "; ".join(
-        f"{name} {value:.4g} predicted, {measured[name]:.4g} measured ({value / measured[name] - 1:+.0%})"
-        for name, value in predicted.items()
-    )
 
 
 def router_figures(sums: Tensor) -> dict[str, float]:
@@ -221,7 +208,9 @@ class Log:
         more = [text.format_map(record) for name, text in MORE.items() if name in record]
         logger.info(LINE.format_map(record) + "".join(more))
         if self.predicted and step == self.config.steps:
-            logger.info(compare(self.predicted, record, self.run.folder))
+            measured = {name: record[name] for name in self.predicted}
+            plan = {"step": step, "predicted": self.predicted, "measured": measured}
+            write_json(self.run.folder / "plan.json", plan)
 
     def _gather(self, data_ms: float) -> dict[str, float]:
         """The figures that need every rank: the longest wait for data and its rank, memory, losses by source and

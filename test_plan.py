@@ -28,7 +28,6 @@ from lib.errors import exit_status
 from lib.files import ROOT
 from lib.parts import local
 from lib.ranks import ALONE, Ranks
-from log import compare
 from optim import Gradients, make_optimizer, matrices, orthogonalize
 from test_shard import peak_rss, run_ranks
 
@@ -224,7 +223,7 @@ def test_the_guides_figures_are_what_the_plan_says():
     assert speed == f"{4096 / run.seconds:,.0f}"
 
 
-def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
+def test_what_is_predicted_of_a_record(monkeypatch):
     words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
     config, ranks = parse_args(words.split()), Ranks(0, 1, torch.device("cuda"))
     for gpu, names in ((H100._replace(tflops=0), ["mem_gib"]), (H100, ["mem_gib", "step_ms"])):
@@ -232,11 +231,6 @@ def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
         predicted = plan.predict_record(config, ranks)
         assert [*predicted] == names and all(0 < value < math.inf for value in predicted.values())
     assert predicted["mem_gib"] < 0.5
-    slower = predicted | {"step": 20, "step_ms": predicted["step_ms"] / 2}
-    assert compare(predicted, slower, tmp_path).endswith("(+100%)")
-    assert compare(predicted, predicted | {"step": 40}, tmp_path).endswith("(+0%)")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["step"] == 40 and content["measured"] == content["predicted"] == predicted
 
 
 def test_a_measured_peak():

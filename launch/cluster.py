@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
-from lib.errors import EXIT, STOP_REASON, Parser, UserError, prepare_python, printable, run_script
+from lib.errors import EXIT, STOP_REASON, Parser, UserError, logger, prepare_python, run_script, start_logging
 
 if __name__ == "__main__":
     prepare_python()
@@ -113,6 +113,7 @@ class Supervisor:
 
     def __init__(self, job: dict, hosts: list[Host]):
         self.job, self.hosts, self.out = job, hosts, Path(job["out"])
+        start_logging(self.out, on_screen=False)
 
     def write_status(self, state: str, message: str = "") -> State:
         """Writes status.json. A full disk is named when the attempt is judged."""
@@ -121,12 +122,6 @@ class Supervisor:
         with contextlib.suppress(OSError):
             write_json(self.out / "status.json", status._asdict() | more)
         return status
-
-    def report(self, text: object) -> None:
-        """Adds lines to log.txt."""
-        prefix = time.strftime("%Y-%m-%d %H:%M:%S E [cluster.py] ")
-        with contextlib.suppress(OSError), open(self.out / "log.txt", "a") as log:
-            log.writelines(f"{prefix}{line}\n" for line in printable(text).splitlines())
 
     def stop_requested(self) -> bool:
         return (self.out / "logs/stop").exists() or STOP_REASON in read_status(self.out).get("message", "")
@@ -145,7 +140,7 @@ class Supervisor:
             pause = self.job["retry_pause"] * 2**tries
             tries += 1
             start = newest or "the start"
-            self.report(f"Relaunching from {start} in {pause} s: try {tries} of {self.job['retries']}")
+            logger.error(f"Relaunching from {start} in {pause} s: try {tries} of {self.job['retries']}")
             self.write_status("waiting", end.message)
             time.sleep(pause)
             limit = time.monotonic() + self.job["host_wait"]
@@ -154,12 +149,12 @@ class Supervisor:
         else:  # it has not failed, or is not wanted any more
             return
         if tries:
-            self.report(f"Gave up after {tries} tries without progress")
+            logger.error(f"Gave up after {tries} tries without progress")
         silent = self.silent()
         names = ", ".join(host.label for host in silent)
         others = ",".join(host.name for host in self.hosts if host not in silent)
         if silent and others:
-            self.report(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
+            logger.error(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
 
     def silent(self) -> list[Host]:
         """The hosts that have not answered."""
@@ -215,7 +210,7 @@ class Supervisor:
         if error["order"] < SILENT or state != "failed":
             message = error["message"]
         if output := error.get("tail", "").rstrip():
-            self.report(f"---- the end of {error['file']}\n{output}\n----")
+            logger.error(f"---- the end of {error['file']}\n{output}\n----")
         if free_space(self.out)[0] < FULL:
             message += f"; the disk of {self.out} is full: free some space, then run the same command again"
         return "failed", message
@@ -225,7 +220,7 @@ class Supervisor:
         nothing, or something else."""
         end = self.write_status(state, message)
         if state == "failed":
-            self.report(end)
+            logger.error(end)
         return end
 
 

@@ -159,7 +159,7 @@ def write_status(supervisor, state: str, message: str = "m", attempt: str | None
 def log(supervisor) -> str:
     """The supervisor's lines in log.txt, without their prefix."""
     lines = node.read(supervisor.out / "log.txt").splitlines()
-    assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py\] ", line) for line in lines)
+    assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py:\d+\] ", line) for line in lines)
     return "\n".join(line.split("] ", 1)[1] for line in lines)
 
 
@@ -341,7 +341,7 @@ def test_how_a_run_ended_is_told(supervisor, capfd, monkeypatch, state, status, 
     start = cluster.end_of_log(supervisor.out)
     with open(supervisor.out / "log.txt", "a") as log:
         log.write("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
-    supervisor.report("two\nlines\n")
+    cluster.logger.error("two\nlines")
     write_status(supervisor, state)
     assert cluster.follow(supervisor.out, start) == status
     lines = "Batch 20 Loss: 8.42184\nno prefix\ntwo\nlines\n"

@@ -1,4 +1,4 @@
-"""Error messages, exit statuses, the parser of command lines, and the start of a script. Imports no torch."""
+"""Error messages, the log, exit statuses, the parser of command lines, and the start of a script. Imports no torch."""
 
 import argparse
 import contextlib
@@ -8,6 +8,7 @@ import errno
 import faulthandler
 import importlib.util
 import json
+import logging
 import os
 import platform
 import re
@@ -87,6 +88,7 @@ FULL_DISK = errno.ENOSPC, errno.EDQUOT
 MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the same flags, what fits on a GPU"
 EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that ended -> exit status
 STOP_REASON = "launch.sh stop"  # in status.json
+logger = logging.getLogger("flatland")
 FOLLOWED = 10**9  # the order of an end that another end has caused, as in launch/node.py
 
 
@@ -123,6 +125,29 @@ def say_error(message: str, kind: str = "error: ") -> None:
     with contextlib.suppress(OSError):  # stderr may be on a disk that is full
         over_progress = "\r\033[K" * os.isatty(2)
         print(f"{over_progress}{kind}{printable(message)}", file=sys.stderr)
+
+
+class _PrefixEveryLine(logging.Formatter):
+    """Puts the prefix on each line of a message and escapes control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.asctime, record.message = self.formatTime(record, self.datefmt), ""
+        prefix = self.formatMessage(record)
+        return prefix + printable(record.getMessage()).replace("\n", f"\n{prefix}")
+
+
+def start_logging(folder: Path | None, on_screen: bool = True) -> None:
+    """Sends messages to log.txt in the folder and to the screen (with a prefix if it is not a terminal). None: this
+    rank is silent."""
+    logger.propagate = logging.raiseExceptions = False  # the writer of metrics.jsonl reports a full disk
+    logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
+    logger.handlers = []
+    if folder:
+        prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
+        screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
+        file.setFormatter(prefixed)
+        logger.handlers = [screen, file] if on_screen else [file]
 
 
 def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:

@@ -135,8 +135,8 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
     gpus = "" if visible in ("", "-1") else _output("nvidia-smi", "-L")
     if "GPU 0" in gpus:
         raise UserError(
-            f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA {torch.version.cuda})"
-            " cannot use them: update the driver, or train on the CPU with CUDA_VISIBLE_DEVICES="
+            f"nvidia-smi shows GPUs, but torch (CUDA {torch.version.cuda}) cannot use them: update the driver, or train"
+            " on the CPU with CUDA_VISIBLE_DEVICES="
         )
     return torch.device("cpu")
 

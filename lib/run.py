@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import signal
@@ -25,7 +24,17 @@ from filelock import SoftFileLease, Timeout
 
 from config import Config
 from lib import progress, torch_private
-from lib.errors import EXIT, FOLLOWED, STOP_REASON, UserError, describe_error, printable, say_error, write_error
+from lib.errors import (
+    EXIT,
+    FOLLOWED,
+    STOP_REASON,
+    UserError,
+    describe_error,
+    logger,
+    say_error,
+    start_logging,
+    write_error,
+)
 from lib.files import write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank
 
@@ -37,33 +46,9 @@ LONG = 1800  # seconds without progress in the start, the first step, an evaluat
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 40.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
-logger = logging.getLogger("flatland")
 
 
-# ---- the log, the status, the clock and the trackers of a run
-
-
-class _PrefixEveryLine(logging.Formatter):
-    """Puts the prefix on each line of a message and escapes control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.asctime, record.message = self.formatTime(record, self.datefmt), ""
-        prefix = self.formatMessage(record)
-        return "\n".join(prefix + printable(line) for line in record.getMessage().splitlines() or [""])
-
-
-def start_logging(folder: Path | None, on_screen: bool = True) -> None:
-    """Sends messages to log.txt in the folder and to the screen (with a prefix if it is not a terminal). None: this
-    rank is silent."""
-    logger.propagate = logging.raiseExceptions = False  # the writer of metrics.jsonl reports a full disk
-    logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
-    logger.handlers = []
-    if folder:
-        prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
-        screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
-        screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
-        file.setFormatter(prefixed)
-        logger.handlers = [screen, file] if on_screen else [file]
+# ---- the clock and the trackers of a run
 
 
 class Clock:
