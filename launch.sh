@@ -20,7 +20,7 @@
 # Without --out: the newest run in runs/. Relative paths are meant from the folder where you stand, on every machine.
 # Status: 0 finished or stopped, 2 a user error, 1 anything else. Settings: launch/settings.py.
 
-# On every machine a session `flatland-RUN-HASH` holds one torchrun. launch/node.py acts on each machine;
+# On every machine a session `flatland-RUN-ATTEMPT-NODE` holds one torchrun. launch/node.py acts on each machine;
 # launch/cluster.py and launch/doctor.py run on this one.
 # shellcheck disable=SC1091,SC2154
 set -euo pipefail

@@ -16,7 +16,6 @@ The job is relaunched as a whole because torchrun reliably regroups only in simp
 
 import argparse
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -56,10 +55,6 @@ class State(NamedTuple):
     step: int
     message: str
 
-    @property
-    def ended(self) -> bool:
-        return self.state in EXIT
-
     def __str__(self) -> str:
         step = f" at step {self.step}" if self.step else ""
         return f"{self.state}{step}" + f": {self.message}" * bool(self.message)
@@ -97,11 +92,8 @@ def state_of(out: Path) -> State:
     state, message = status.get("state", "running"), status.get("message") or ""
     if supervised and state in EXIT:  # rank 0 is done, but not the agents
         state, message = "running", ""
-    elif not supervised and state not in EXIT:
-        if not is_held(out / "lock"):  # of the job, see lib/run.py
-            state, message = "failed", "dead: it ended without a message"
-        elif status.get("attempt") == read_launch(out)[0].get("id", ""):
-            message = "but its launcher is gone: nobody would relaunch it"
+    elif not supervised and state not in EXIT and not is_held(out / "lock"):  # of the job, see lib/run.py
+        state, message = "failed", "dead: it ended without a message"
     return State(state, status.get("step", 0), message)
 
 
@@ -116,71 +108,58 @@ class Supervisor:
         start_logging(self.out, on_screen=False)
 
     def write_status(self, state: str, message: str = "") -> State:
-        """Writes status.json. A full disk is named when the attempt is judged."""
+        """Writes status.json, and a failure into log.txt. A full disk is named when the attempt is judged."""
         status = State(state, read_status(self.out).get("step", 0), message)
         more = {"exit_code": EXIT.get(state), "attempt": self.job.get("id"), "time": time.time()}
         with contextlib.suppress(OSError):
             write_json(self.out / "status.json", status._asdict() | more)
+        if state == "failed":
+            logger.error(status)
         return status
 
     def stop_requested(self) -> bool:
         return (self.out / "logs/stop").exists() or STOP_REASON in read_status(self.out).get("message", "")
 
-    def ask(self, operation: str, **more) -> list[str]:
-        return ask(self.hosts, self.job, operation, **more)
-
     def run(self) -> None:
         saved, tries = last_saved(self.out), 0
         while (end := self.attempt()).state == "failed" and not self.stop_requested():
             newest = last_saved(self.out)
-            if newest > saved:
-                saved, tries = newest, 0
-            if tries == self.job["retries"]:
-                break
-            pause = self.job["retry_pause"] * 2**tries
-            tries += 1
+            tries = 1 if newest > saved else tries + 1
+            saved = max(saved, newest)
+            if tries > self.job["retries"]:
+                return
+            pause = self.job["retry_pause"] * 2 ** (tries - 1)
             start = newest or "the start"
-            logger.error(f"Relaunching from {start} in {pause} s: try {tries} of {self.job['retries']}")
+            logger.error(
+                f"Relaunching from {start} in {pause} s: try {tries} of {self.job['retries']} without progress"
+            )
             self.write_status("waiting", end.message)
-            time.sleep(pause)
-            limit = time.monotonic() + self.job["host_wait"]
-            while time.monotonic() < limit and not self.stop_requested() and self.ask("look") and self.silent():
+            limit = time.monotonic() + pause
+            while time.monotonic() < limit and not self.stop_requested():
                 time.sleep(LOOK)
-        else:  # it has not failed, or is not wanted any more
-            return
-        if tries:
-            logger.error(f"Gave up after {tries} tries without progress")
-        silent = self.silent()
-        names = ", ".join(host.label for host in silent)
-        others = ",".join(host.name for host in self.hosts if host not in silent)
-        if silent and others:
-            logger.error(f"{names} did not come back. To continue without, add to the same command: --hosts {others}")
-
-    def silent(self) -> list[Host]:
-        """The hosts that have not answered."""
-        return [host for host in self.hosts if "silent" in host.last]
 
     def attempt(self) -> State:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
         first = "id" not in self.job
         if self.stop_requested():
-            return self.end("stopped", "between two tries")
+            return self.write_status("stopped", "between two tries")
         self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.write_status("starting")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
             host.last, host.silence = {}, ""
+            host.session = re.sub(r"[^\w-]", "_", f"flatland-{self.out.name}-{self.job['id']}-{host.node}", flags=re.A)
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
         launch = {key: self.job[key] for key in ("out", "ssh", "id")}
         write_json(self.out / "logs/launch.json", launch | {"hosts": [asdict(host) for host in self.hosts]})
         meeting = {"nodes": len(self.hosts), "first": self.hosts[0].address}
-        if problems := self.ask("start", patience=START_LIMIT + 20, **meeting):
-            end = "error" if first and not self.silent() else "failed", "\n".join(problems)
-            self.ask("sweep")
-            return self.end(*end)
-        self.watch()
-        error = first_error(self.hosts)
-        self.ask("sweep")
-        return self.end(*self.judge(error))
+        if problems := ask(self.hosts, self.job, "start", patience=START_LIMIT + 20, **meeting):
+            silent = any("silent" in host.last for host in self.hosts)
+            end = "error" if first and not silent else "failed", "\n".join(problems)
+        else:
+            self.watch()
+            error = first_error(self.hosts)
+        ask(self.hosts, self.job, "sweep")
+        return self.write_status(*(end if problems else self.judge(error)))
 
     def watch(self) -> None:
         """Waits until the attempt ended everywhere, a part of it failed, or a host does not answer."""
@@ -188,7 +167,7 @@ class Supervisor:
         pause = LOOK if all(h.local for h in self.hosts) else LOOK_OVER_SSH
         while any(h.last.get("processes", 1) for h in self.hosts):
             time.sleep(pause)
-            self.ask("look")
+            ask(self.hosts, self.job, "look")
             now = time.monotonic()
             if any(h.last.get("exit", 0) != 0 for h in self.hosts):
                 failed_at = min(failed_at, now)
@@ -215,14 +194,6 @@ class Supervisor:
             message += f"; the disk of {self.out} is full: free some space, then run the same command again"
         return "failed", message
 
-    def end(self, state: str, message: str) -> State:
-        """Records an attempt's end: ranks that were killed, or that failed because another one did, have written
-        nothing, or something else."""
-        end = self.write_status(state, message)
-        if state == "failed":
-            logger.error(end)
-        return end
-
 
 def first_error(hosts: list[Host]) -> dict:
     """The first of the hosts' errors. A host that did not answer last is an error itself; an earlier silence counts
@@ -246,7 +217,7 @@ def last_saved(out: Path) -> str:
 def end_of_log(out: Path) -> str:
     """tail's option for what log.txt will get from now on."""
     log = out / "log.txt"
-    return f"-c +{log.stat().st_size + 1 if log.exists() else 1}"
+    return f"-c+{log.stat().st_size + 1 if log.exists() else 1}"
 
 
 def wait(out: Path, *states: str) -> State:
@@ -262,11 +233,9 @@ def wait(out: Path, *states: str) -> State:
 
 def follow(out: Path, start: str) -> int:
     """Shows log.txt, beginning where tail's option `start` says, until the run is over -> the exit status."""
-    log = shlex.quote(str(out / "log.txt"))
-    prefix = r"[0-9-]{10} [0-9:]{8} [A-Z] \[[^]]*\] " * sys.stdout.isatty()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as body:  # when it has ended, tail looks once more, and ends
-        tail = f"tail -F {start} -s 0.1 --pid {body.pid} -- {log} 2>/dev/null | sed -uE 's/^{prefix}//'"
-        viewer = subprocess.Popen(f"{tail} || kill -INT {os.getpid()}", shell=True)  # nobody reads the output
+        log = out.absolute() / "log.txt"
+        viewer = subprocess.Popen(["tail", "-F", start, "-s0.1", f"--pid={body.pid}", log], stderr=subprocess.DEVNULL)
         end = wait(out, "starting", "running", "waiting")
     viewer.wait()
     status = EXIT[end.state]
@@ -292,8 +261,8 @@ def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     flags = Parser(FLAGS[verb], prog=f"launch.sh {verb}", add_help=False).parse_args(words)
     runs = Path("runs")
     out = flags.out or max(runs.glob("*/"), key=lambda run: read_status(run).get("time", 0), default=runs)
-    if not any((out / name).exists() for name in ("status.json", "log.txt", "checkpoints")):
-        raise UserError(f"{out.absolute()} is not a run folder. Give --out DIR, or start a run: bash launch.sh")
+    if not (out / "status.json").exists():
+        raise UserError(f"{out.absolute()} is not a run folder: give --out DIR")
     return out, flags
 
 
@@ -306,13 +275,18 @@ def verb_train(words: list[str]) -> int:
     hosts, job = read_job(words)
     config = parse_args(job["words"], trains=True)
     survey(hosts, job)
-    if not check(hosts, job) or config.check:
-        return 0
+    # train.py's own check, on the first host
+    done = hosts[0].call(job, "run", PATIENCE, command=check_command(job, hosts))
+    if hosts[0].problem:
+        raise UserError(hosts[0].problem)
+    say(done["err"], sys.stderr, end="")
+    *messages, about = done["out"].splitlines() or [""]
+    say("".join(f"{message}\n" for message in messages), end="")
+    if done["exit"] or config.check or json.loads(about)["state"] == "finished":
+        return abs(done["exit"])
     out = Path(config.out)
     job |= {"out": str(out.absolute()), "timeout": float(config.timeout)}
-    for host in hosts:
-        host.session = session_of(out, host.node)
-    if not state_of(out).ended:
+    if state_of(out).state not in EXIT:
         raise UserError(f"{out} is being trained already. {hints(out)}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "logs/stop").unlink(missing_ok=True)
@@ -324,30 +298,6 @@ def verb_train(words: list[str]) -> int:
             say(hints(out))
             return 0
     return follow(out, start)
-
-
-def check(hosts: list[Host], job: dict) -> bool:
-    """Prints the output of train.py's own check on the first host, and exits with its status if it refuses -> whether
-    there is something left to train."""
-    done = hosts[0].call(job, "run", PATIENCE, command=check_command(job, hosts))
-    if hosts[0].problem:
-        raise UserError(hosts[0].problem)
-    say(done["err"], sys.stderr, end="")
-    if done["exit"]:
-        say(done["out"], end="")
-        sys.exit(abs(done["exit"]))
-    *messages, about = done["out"].splitlines()
-    for message in messages:
-        say(message)
-    return json.loads(about)["state"] != "finished"
-
-
-def session_of(out: Path, number: int) -> str:
-    """The tmux session of a run's n-th node. The hash of the run's path makes it this run's alone: other folders have
-    runs of the same name."""
-    digest = hashlib.sha256(str(out.resolve()).encode()).hexdigest()
-    name = re.sub(r"[^\w-]", "_", f"flatland-{out.name}-{digest[:6]}", flags=re.A)
-    return name + f"-{number}" * (number > 0)
 
 
 def leave_behind(supervisor: Supervisor) -> None:
@@ -367,15 +317,15 @@ def leave_behind(supervisor: Supervisor) -> None:
             os.close(writer)
             supervisor.run()
     except Exception as e:
-        supervisor.end("failed", f"the launcher failed: {e!r}")
+        supervisor.write_status("failed", f"the launcher failed: {e!r}")
     os._exit(0)
 
 
 def verb_logs(out: Path, flags: argparse.Namespace) -> int:
     if flags.which is not None:
-        options = ["-n", "20"] + ["-F"] * (not state_of(out).ended)
+        options = ["-n", "20"] + ["-F"] * (state_of(out).state not in EXIT)
         os.execvp("tail", ["tail", *options, "--", *map(str, output_files(out, flags.which))])
-    return follow(out, "-n 50")
+    return follow(out, "-n50")
 
 
 def find_host(hosts: list[Host], label: str | None) -> Host:
@@ -399,16 +349,13 @@ def output_files(out: Path, which: str) -> list[Path]:
 
 def verb_status(out: Path, flags: argparse.Namespace) -> None:
     launch, hosts = read_launch(out)
-    now = state_of(out)
-    batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
-    rows = {"run": str(out), "state": now.state, "step": str(now.step), "message": now.message}
-    say(columns([*rows.items(), ("last batch", "".join(batches[-1:]))]))
+    say(f"{out}: {state_of(out)}\n{tail(out / 'log.txt', 1)}", end="")
     ask(hosts, launch, "look", gpus=True)
-    table = [("host", "session", "ranks", "load in %, memory in MiB of each GPU")]
+    table = [("host", "ranks", "load in %, memory in MiB of each GPU")]
     for host in hosts:
         answer = {"ranks": "?", "gpus": [host.problem]} | host.last
         ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
-        table.append((host.label, host.session, ranks, "; ".join(answer["gpus"])))
+        table.append((host.label, ranks, "; ".join(answer["gpus"])))
     if hosts:
         say(columns(table))
 
@@ -416,14 +363,11 @@ def verb_status(out: Path, flags: argparse.Namespace) -> None:
 def verb_stop(out: Path, flags: argparse.Namespace) -> int:
     launch, hosts = read_launch(out)
     now, request_file = state_of(out), out / "logs/stop"
-    if now.ended:
+    if now.state in EXIT:
         say(f"{out} is not running: {now.state}")
         return 0
     at_once = flags.now or request_file.exists()
-    how = (
-        " at once, without saving" if at_once else ": it ends its step and saves. The same once more stops it at once."
-    )
-    say(f"Stopping {out}{how}")
+    say(f"Stopping {out} at once" if at_once else f"{out} ends its step and saves; once more stops it at once")
     start = end_of_log(out)
     with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
         request_file.parent.mkdir(exist_ok=True)
@@ -433,14 +377,11 @@ def verb_stop(out: Path, flags: argparse.Namespace) -> int:
     return follow(out, start)
 
 
-def verb_attach(out: Path, flags: argparse.Namespace) -> None:
+def verb_attach(out: Path, flags: argparse.Namespace) -> int:
     launch, hosts = read_launch(out)
     host = find_host(hosts, flags.which)
-    command = f"tmux attach -t ={host.session}"
-    if not host.local:
-        command = shlex.join([*host.ssh(f"-t {launch['ssh']}"), command])
-    if state_of(out).ended or subprocess.call(command, shell=True):
-        raise UserError(f"{out} has no tmux session there. {hints(out)}")
+    command = ["tmux", "attach", "-t", f"={host.session}"]
+    return subprocess.call(command if host.local else [*host.ssh(f"-t {launch['ssh']}"), shlex.join(command)])
 
 
 ON_HOSTS = {

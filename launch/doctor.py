@@ -1,9 +1,9 @@
 """The machines: which ones a run is on, how to ask them, and whether they are fit to train (`launch.sh doctor`).
 cluster.py runs jobs on them; node.py acts on one machine.
 
-Every launch examines its hosts with `survey`, and so does doctor. Then doctor runs train.py's own check on every host,
-times a product on each GPU, has all hosts sum 64 MiB together, and draws a table with a row for each host. Below the
-table, each problem has a line with the remedy.
+Every launch examines its hosts with `survey`, and so does doctor. Then doctor times a product on each GPU, has all
+hosts sum 64 MiB together, runs train.py's own check on every host, and draws a table with a row for each host. Below
+the table, each problem has a line.
 
 A *job* is a dictionary that every operation of node.py gets: the settings and flags of the launcher, the words for
 train.py, the environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation
@@ -30,8 +30,7 @@ from lib.files import ROOT
 from node import digest, last_line, own_files
 from settings import SETTINGS
 
-HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
-LIMIT = 120  # seconds for the measurements of doctor
+HOST = re.compile(r"([^\s,-][^\s,]*)(?:\s+slots=([1-9]\d*))?")
 PATIENCE = 1800  # seconds for a host to read data and weights
 INSTALLED = ".venv/flatland-run"  # the list of the packages in .venv, see env.sh
 
@@ -79,13 +78,13 @@ class Host:
 
     def call_by_ssh(self, operation: str, request: dict, patience: float) -> dict:
         remote = f"exec python3 {shlex.quote(f'{ROOT}/launch/node.py')} serve {operation}"
+        command = ["timeout", str(patience), *self.ssh(request["ssh"]), remote]
         pipes = {"input": json.dumps(request) + "\n", "capture_output": True, "text": True, "errors": "replace"}
-        try:
-            done = subprocess.run([*self.ssh(request["ssh"]), remote], timeout=patience, **pipes)
-        except subprocess.TimeoutExpired:
-            return {"silent": f"no answer in {patience:.0f} s"}
-        answers = re.findall(r"^\{.*\}$", done.stdout, re.M)  # other lines are a .bashrc's
-        return json.loads(answers[-1]) if answers else {"silent": last_line(done.stderr) or f"status {done.returncode}"}
+        done = subprocess.run(command, **pipes)
+        answer = last_line(done.stdout)  # other lines are a .bashrc's
+        if answer.startswith("{"):
+            return json.loads(answer)
+        return {"silent": last_line(done.stderr) or f"no answer in {patience} s"}
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:
@@ -138,8 +137,8 @@ def read_job(words: list[str]) -> tuple[list[Host], dict]:
 def read_hosts(listed: str | None) -> list[Host]:
     """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
     path, hosts = ROOT / "hosts", []
-    text = path.read_text(encoding="utf-8-sig") if path.exists() else "localhost"
-    lines = filter(None, (line.split("#")[0].strip() for line in text.splitlines()))
+    text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
+    lines = [*filter(None, (line.split("#")[0].strip() for line in text.splitlines()))] or ["localhost"]
     # After --hosts an empty name is a mistake, for example an empty variable of the shell.
     for line in lines if listed is None else map(str.strip, listed.split(",")):
         if not (match := HOST.fullmatch(line)):
@@ -148,8 +147,6 @@ def read_hosts(listed: str | None) -> list[Host]:
         label = re.sub(r"[^\w.-]", "-", platform.node() if name == "localhost" else name.split("@")[-1])
         label += f"-{node + 1}" * (label in [host.label for host in hosts])
         hosts.append(Host(name, int(match[2] or 0), label, node))
-    if not hosts:
-        raise UserError("hosts names no machine; this one is called localhost")
     return hosts
 
 
@@ -195,29 +192,29 @@ def share_gpus(hosts: list[Host], nproc: int) -> None:
 def check_command(job: dict, hosts: list[Host]) -> list[str]:
     """train.py's own check for a run on these hosts."""
     ranks = sum(host.slots for host in hosts)
-    return ["env", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
+    return ["env", "RANK=0", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
 
 
 # ---- sync
 
 
-def verb_sync(words: list[str]) -> None:
+def verb_sync(words: list[str]) -> int:
     """Copies the code to the same path on all hosts at once, and .venv where its list of packages differs."""
     Parser({"--hosts": FLAGS["--hosts"]}, prog="launch.sh sync", add_help=False).parse_args(words)
     hosts, job = read_job(words)
     root, names = shlex.quote(str(ROOT)), shlex.join(own_files())
 
-    def copy(host: Host) -> None:
+    def copy(host: Host) -> int:
         there = host.call(job, "probe", 60, files=[INSTALLED], cwd="/").get("digest")
         venv = "" if there == digest([INSTALLED]) else ".venv"
         # The list of packages comes last: a copy that was interrupted does not look complete.
         pack = f"tar -cf - --exclude={INSTALLED} {names} {venv} && tar -cf - {INSTALLED}"
         unpack = shlex.join([*host.ssh(job["ssh"]), f"mkdir -p {root} && tar -C {root} -xif -"])
-        if subprocess.run(["bash", "-o", "pipefail", "-c", f"({pack}) | {unpack}"], cwd=ROOT).returncode:
-            raise UserError(f"{host.label}: the copy failed, see above")
-        say(f"{host.label}: has the files of this folder")
+        failed = subprocess.call(["bash", "-o", "pipefail", "-c", f"({pack}) | {unpack}"], cwd=ROOT)
+        say(f"{host.label}: " + ("the copy failed, see above" if failed else "has the files of this folder"))
+        return failed
 
-    on_all(copy, [host for host in hosts if not host.local])
+    return any(on_all(copy, [host for host in hosts if not host.local]))
 
 
 # ---- doctor
@@ -228,22 +225,18 @@ def verb_doctor(words: list[str]) -> int:
     survey(hosts, job)
     meeting = f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={job['port']}", f"WORLD_SIZE={len(hosts)}"
     program = job["python"], f"{ROOT}/launch/node.py", "measure"
-    checks = on_all(lambda host: run(host, job, PATIENCE, check_command(job, hosts)), hosts)
-    measures = on_all(
-        lambda host: run(host, job, LIMIT, ["env", *meeting, f"RANK={host.node}", *program, host.address]), hosts
-    )
     names = "torch", "attention", "MB/s", "TFLOP/s"
     table, problems = [("host", *names)], []
-    for host, check, facts in zip(hosts, checks, measures, strict=True):
-        table.append((host.label, *(str((check | facts).get(name) or "none") for name in names)))
-        problems += [f"✗ {host.label}: {problem}" for problem in check.get("problems", []) + facts["problems"]]
+
+    def measure(host: Host) -> dict:
+        command = ["env", *meeting, f"RANK={host.node}", *program, host.address, *check_command(job, hosts)]
+        done = host.call(job, "run", PATIENCE, command=command)
+        if host.problem or done["exit"]:
+            return {"problems": [host.problem or last_line(done["err"])]}
+        return json.loads(last_line(done["out"]))
+
+    for host, facts in zip(hosts, on_all(measure, hosts), strict=True):
+        table.append((host.label, *(str(facts.get(name) or "none") for name in names)))
+        problems += [f"✗ {host.label}: {problem}" for problem in facts["problems"]]
     say("\n".join([columns(table), *problems]))
     return bool(problems)
-
-
-def run(host: Host, job: dict, patience: float, command: list[str]) -> dict:
-    """Runs a command on the host -> its last line, which is JSON; `problems` if it failed"""
-    done = host.call(job, "run", patience, command=command)
-    if host.problem or done["exit"]:
-        return {"problems": [host.problem or last_line(done["err"]).removeprefix("error: ") or f"{command} failed"]}
-    return json.loads(last_line(done["out"]))

@@ -34,7 +34,6 @@ MARK = (
     "TORCHELASTIC_ERROR_FILE"  # the variable that all processes of a run have, with a path in the attempt's log folder
 )
 START_LIMIT = 60  # seconds for an agent to appear
-WANTED = 100  # MB/s that an all-reduce should reach (1 Gbit/s has 100)
 # The order of an end, besides 0 (the first cause, as lib/run.py says): before it, after it, and of an end that another
 # end has caused.
 KILLED, SILENT, FOLLOWED = -1, 10**8, 10**9
@@ -312,8 +311,7 @@ def start(request):
     logs = log_folder(request)
     if not logs.is_dir():
         return {
-            "refused": f"the folder {request['out']} there is not the one here: each checkpoint has parts of all hosts,"
-            " so --out must be a folder that all hosts and this machine see"
+            "refused": f"the folder {request['out']} there is not the one here: give an --out that all machines see"
         }
     kill_all(logs.parent)
     # The request travels in a file that only its owner can read, and that is removed when it has been read. Its
@@ -372,9 +370,9 @@ def sweep(request):
     return {}
 
 
-def measure(address):
+def measure(address, *check):
     """Prints, as JSON, this host's version of torch, the speed of a product on each GPU, the MB/s of the sum of 64 MiB
-    over all hosts, which meet as torchrun's variables say, and problems."""
+    over all hosts, which meet as torchrun's variables say, the answer of train.py's own check, and problems."""
     choose_interface(address)
     from datetime import timedelta
 
@@ -382,7 +380,7 @@ def measure(address):
     import torch.distributed as dist
     from torch.utils.benchmark import Timer
 
-    facts = {"torch": f"{torch.__version__} python {platform.python_version()}", "TFLOP/s": [], "MB/s": 0}
+    facts = {"torch": f"{torch.__version__} python {platform.python_version()}", "TFLOP/s": []}
     facts["problems"] = [f"lacks {name}" for name in ("tmux", "gcc", "ip") if not shutil.which(name)]
     for gpu in range(torch.cuda.device_count()):
         torch.cuda.set_device(gpu)
@@ -395,8 +393,11 @@ def measure(address):
         dist.barrier()
     except RuntimeError as e:
         facts["problems"].append(f"all-reduce: {last_line(str(e))}")
-    if facts["MB/s"] < WANTED:
-        facts["problems"].append("slow network: see cable, firewall and the errors that `ip -s link` counts")
+    done = subprocess.run(check, capture_output=True, text=True)
+    if done.returncode:
+        facts["problems"].append(last_line(done.stderr).removeprefix("error: "))
+    else:
+        facts |= json.loads(last_line(done.stdout))
     print(json.dumps(facts), flush=True)
     os._exit(0)
 

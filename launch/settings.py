@@ -9,6 +9,5 @@ SETTINGS = {
     ],
     "port": 0,  # of the rendezvous on the first machine; 0 = a free one. Behind a firewall: an open one
     "retries": 3,  # on several machines: relaunches without a newer checkpoint
-    "retry_pause": 5,  # seconds before the first of them; doubles each time
-    "host_wait": 120,  # seconds that each of them waits for a machine that does not answer; longer than a reboot
+    "retry_pause": 20,  # seconds before the first of them; doubles each time
 }  # fmt: skip
