@@ -1,7 +1,7 @@
 """Golden losses: training runs whose losses must not change unless a change of the numerics is intended.
 
     python bench/golden.py                  # compare this checkout's losses with golden.json
-    python bench/golden.py --record         # replace this CPU maker's record by new measurements
+    python bench/golden.py --record         # replace this CPU maker's record, and all of another torch
 
 train.py trains six tiny recipes for 60 steps, each on one rank and on two. golden.json holds the loss and the gradient
 norm of every step and the final validation loss, per CPU maker and instruction set.
@@ -32,17 +32,15 @@ differences grow with the steps: after 60, losses differed by up to 3.3e-2 and v
 limits in LATE still catch a run that stops learning. test_bench.py makes the three mistakes and checks that each is
 caught. `pytest -m slow bench` compares the other instruction sets of this CPU."""
 
-import contextlib
 import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,17 +50,14 @@ if __name__ == "__main__":
     prepare_python()
 
 import numpy as np  # isort: skip
-import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import start_processes
 
 import log
 import train
-from lib import rows
 from lib.curves import read_records
-from lib.machine import cpu_name
 
 FOLDER = Path(__file__).resolve().parent
-STEPS = 60
 RECORD = FOLDER / "golden.json"
 CPUINFO = Path("/proc/cpuinfo")
 TORCH = version("torch").partition("+")[0]
@@ -78,7 +73,17 @@ SETS = {
     "avx2": ("avx2", "AVX2", "avx2", "fp32"),
     "default": ("default", "DEFAULT", "", "fp32"),
 }
+ENVIRONMENT = {
+    "MKL_CBWR": "COMPATIBLE",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "MASTER_ADDR": "127.0.0.1",
+    "PYTHONPATH": str(FOLDER),
+}
 COMMON = [
+    "--steps=60",
+    "--eval_every=60",
+    "--cache=cache",
     "--log_every=1",
     "--eval_batches=2",
     "--compile=none",
@@ -104,14 +109,12 @@ RECIPES = {
     "fp8": "--data a.txt --model tiny-mixtral --n_layers 1 --dtype fp32 --fp8 tensor --fp8_all_gather",
 }
 INTENDED = "If this change of the numerics is intended: `python bench/golden.py --record`; explain it in the commit"
-Figures = dict[str, list[float] | float]  # loss, grad_norm: one per step; val_loss
+Figures = dict[str, list[float]]  # loss, grad_norm: one per step; val_loss: one
 
 
 def maker() -> str:
-    """Maker and family of this CPU: AuthenticAMD family 25; on ARM, implementer and architecture: 0x41 family 8."""
-    names = re.findall(
-        r"^(?:vendor_id|cpu family|CPU implementer|CPU architecture)\s*: (.*)$", CPUINFO.read_text(), re.M
-    )
+    """Maker and family of this CPU, as in AuthenticAMD family 25; on ARM unknown."""
+    names = re.findall(r"^(?:vendor_id|cpu family)\s*: (.*)$", CPUINFO.read_text(), re.M)
     return " family ".join(names[:2]) or "unknown"
 
 
@@ -144,118 +147,79 @@ def write_data(folder: Path) -> None:
 
 
 def flags_of(recipe: str, dtype: str) -> list[str]:
-    return [*COMMON, f"--steps={STEPS}", f"--eval_every={STEPS}", *RECIPES[recipe].format(dtype=dtype).split()]
+    return [*COMMON, *RECIPES[recipe].format(dtype=dtype).split()]
 
 
 def train_rank(index: int, dtype: str, ports: list[int]) -> None:
     """One of the three processes that train a recipe: the first alone, the others as two ranks."""
-    number, place = divmod(index, 3)
-    recipe, ranks, rank = [*RECIPES][number], 1 + (place > 0), max(place - 1, 0)
-    os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), MASTER_PORT=str(ports[number]))
-    sys.exit(train.main([*flags_of(recipe, dtype), f"--out={recipe}-{ranks}"]))
+    recipe, port = [*RECIPES][index // 3], ports[index // 3]
+    ranks, rank = (("1 rank", 0), ("2 ranks", 0), ("2 ranks", 1))[index % 3]
+    os.environ.update(WORLD_SIZE=ranks[0], RANK=str(rank), MASTER_PORT=str(port))
+    sys.exit(train.main([*flags_of(recipe, dtype), f"--out={recipe} on {ranks}"]))
 
 
 def train_all(dtype: str) -> None:
     """Trains all recipes in the current folder at the same time, because two ranks often wait for each other. The
     environment selects the instruction set."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # loads its modules before the forks
-    log.peak_flops = lambda *_: (1e12, "not measured")  # this and the plots take time and do not affect losses
-    log.Log.draw = lambda *_, **__: None
-    rows.CACHE = Path("cache").resolve()
+    log.Log.draw = lambda *_, **__: None  # plots take time and do not affect losses
     write_data(Path())
-    with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in RECIPES]
-        ports = [server.getsockname()[1] for server in free]
+    ports = [get_free_port() for _ in RECIPES]
     start_processes(train_rank, (dtype, ports), nprocs=3 * len(RECIPES), start_method="fork")
 
 
 def figures(folder: Path) -> Figures:
     """The figures of a finished run."""
     records = read_records(folder)
-    run = {key: [record[key] for record in records if key in record] for key in LATE}
-    return run | {"val_loss": run["val_loss"][-1]}
+    return {key: [record[key] for record in records if key in record] for key in LATE}
 
 
 def measure(instructions: str) -> dict[str, Figures]:
     """All runs with one instruction set, in a new process: libraries detect the CPU once per process."""
     aten, onednn, _, dtype = SETS[instructions]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-    environment |= {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_CBWR": "COMPATIBLE"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
+    environment = os.environ | ENVIRONMENT | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     with tempfile.TemporaryDirectory() as folder:
-        work = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import golden; golden.train_all({dtype!r})"
-        done = subprocess.run([sys.executable, "-c", work], cwd=folder, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise Failure(f"The golden recipes could not be trained:\n{(done.stdout + done.stderr)[-4000:]}")
-        runs = product(RECIPES, ("1 rank", "2 ranks"))
-        return {f"{recipe} on {ranks}": figures(Path(folder, f"{recipe}-{ranks[0]}")) for recipe, ranks in runs}
-
-
-def tolerance(run: str, kind: str, step: int, dtype: str) -> float:
-    """How much another machine's figure may differ from the record, relative to it."""
-    if step > FIRST:
-        return LATE[kind]
-    flags = RECIPES[run.split()[0]].format(dtype=dtype)
-    return COARSE if "bf16" in flags or "--fp8" in flags else FINE
+        command = [sys.executable, "-c", f"import golden; golden.train_all({dtype!r})"]
+        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return {run.name: figures(run) for run in Path(folder).glob("* on *")}
 
 
 def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtype: str = "") -> list[str]:
     """The first differing figure of each kind and run. dtype: of the instruction set, to compare within tolerances;
     empty: bit for bit."""
     lines = []
-    for run, kind in product(expected | measured, LATE):
-        old, new = (np.atleast_1d(runs.get(run, {}).get(kind, [])) for runs in (expected, measured))
-        pairs = zip_longest(old, new, fillvalue=math.nan)
-        for step, (was, now) in enumerate(pairs, STEPS if kind == "val_loss" else 1):
-            limit = tolerance(run, kind, step, dtype) if dtype else 0.0
-            if not abs(now - was) <= limit * abs(was):  # also if one is missing
+    for run, kind in product(measured, LATE):
+        flags = RECIPES[run.split()[0]].format(dtype=dtype)
+        early = COARSE if "bf16" in flags or "--fp8" in flags else FINE
+        old, new = (np.atleast_1d(runs[run][kind]) for runs in (expected, measured))
+        for step, (was, now) in enumerate(zip(old, new, strict=True), 60 if kind == "val_loss" else 1):
+            limit = early if step <= FIRST else LATE[kind]
+            if not abs(now - was) <= (limit * abs(was) if dtype else 0):  # also if one is NaN
                 lines.append(f"{run}: {kind} of step {step} is {now}, recorded {was}")
                 break
     return lines
 
 
-def compare(instructions: str, measured: dict[str, Figures]) -> tuple[list[str], str]:
-    """-> the differences of the runs from the record, and a statement of how they were compared."""
-    record, here = json.loads(RECORD.read_text()), maker()
-    makers = record["makers"]
-    chosen = here if here in makers else next(iter(makers))
-    sets = makers[chosen]["sets"]
-    near = instructions if instructions in sets else [*sets][-1]  # the last one is fp32
-    this, its = f"torch {TORCH} on {here} with {instructions}", f"torch {record['torch']} on {chosen} with {near}"
-    how, dtype = "bit for bit", ""
-    if this != its:
-        how, dtype = f"within tolerances, not bit for bit: the record is of {its}", SETS[instructions][-1]
-    statement = f"golden losses: {len(measured)} runs of {this}, compared {how}"
-    return differences(sets[near], measured, dtype), statement
-
-
-def write_record(sets: dict[str, dict[str, Figures]], changed: bool) -> None:
-    """Replaces this maker's record. Removes the others if the numerics have changed on this machine."""
-    record = json.loads(RECORD.read_text())
-    makers = record["makers"]
-    if changed or record["torch"] != TORCH:
-        print("The numerics changed, so the records of other makers are removed: record again on their machines")
-        makers = {}
-    makers[maker()] = {"cpu": cpu_name(), "sets": sets}
-    text = json.dumps({"torch": TORCH, "makers": dict(sorted(makers.items()))}, indent=1)
-    RECORD.write_text(re.sub(r",\n +(?=[\d-])", ", ", text) + "\n")  # one line per list of losses
-
-
 def main(argv: list[str]) -> None:
-    flags = {"--record": {"action": "store_true", "help": "replace this CPU maker's record in golden.json"}}
-    parser = Parser(flags, prog="bench/golden.py", description=__doc__.partition("\n")[0])
-    record, lines = parser.parse_args(argv).record, []
-    sets = {name: measure(name) for name in (sets_here() if record else sets_here()[:1])}
-    for name, runs in sets.items():
-        differing, statement = compare(name, runs)
-        print(statement)
-        lines += differing
-    if record:
-        write_record(sets, bool(lines))
-    elif lines:
+    record = json.loads(RECORD.read_text())
+    makers, instructions = record["makers"], sets_here()[0]
+    if Parser({"--record": {"action": "store_true"}}).parse_args(argv).record:
+        makers = makers if record["torch"] == TORCH else {}
+        makers[maker()] = {"sets": {name: measure(name) for name in sets_here()}}
+        text = json.dumps({"torch": TORCH, "makers": makers}, indent=1)
+        RECORD.write_text(re.sub(r",\n +(?=[\d-])", ", ", text) + "\n")  # one line per list of losses
+        return
+    recorded = {}
+    for name, sets in makers.items():
+        recorded |= {f"torch {record['torch']} on {name} with {kind}": runs for kind, runs in sets["sets"].items()}
+    this, how, dtype = f"torch {TORCH} on {maker()} with {instructions}", "bit for bit", ""
+    if (near := this) not in recorded:
+        near = next(name for name in recorded if name.endswith(instructions))
+        how, dtype = f"within tolerances, not bit for bit: the record is of {near}", SETS[instructions][-1]
+    measured = measure(instructions)
+    print(f"golden losses: {len(measured)} runs of {this}, compared {how}")
+    if lines := differences(recorded[near], measured, dtype):
         raise Failure("\n".join([*lines, INTENDED]))
-    else:
-        print("no differences")
+    print("no differences")
 
 
 if __name__ == "__main__":

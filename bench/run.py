@@ -2,8 +2,8 @@
 
     python bench/run.py speed [@recipes/NAME.args] [--flag value ...]    tokens/s, against transformers' model
     python bench/run.py fp8 [...]                   tokens/s in bf16 and with each recipe of FP8
-    python bench/run.py start [...]                 seconds of a run of one step, by part
-    python bench/run.py scale                       starts on up to 1,024 simulated ranks, with 100,000 shards
+    python bench/run.py start [...]                 a run of one step, which ends with its seconds by part
+    python bench/run.py scale                       opens up to 100,000 shards of 15 T tokens on two ranks
     python bench/run.py golden [--record]           golden losses, as bench/golden.py
 
 speed, fp8 and start take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
@@ -12,6 +12,7 @@ memory, the allocator and the compiler belong to one. On a GPU, mfu counts causa
 peak, and mem_gib is the peak of torch's allocator."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,6 @@ if __name__ == "__main__":
     prepare_python()
 
 import golden
-from config import parse_args
 from lib.curves import read_records
 from lib.files import ROOT
 from lib.machine import describe_environment
@@ -40,7 +40,12 @@ TRAIN = [ROOT / "train.py", "--eval_every=0", "--sample_every=0", "--log_every=5
 LOOP = [ROOT / "bench/transformers_loop.py", "--log_every=5"]
 CONTENDERS = {
     "speed": {"flatland": TRAIN, "transformers": LOOP},
-    "fp8": {recipe: [*TRAIN, f"--fp8={recipe}"] for recipe in ("off", "tensor", "row", "row_gw_hp")},
+    "fp8": {
+        "off": TRAIN,
+        "tensor": [*TRAIN, "--fp8=tensor"],
+        "row": [*TRAIN, "--fp8=row"],
+        "row_gw_hp": [*TRAIN, "--fp8=row_gw_hp"],
+    },
 }
 
 
@@ -55,7 +60,7 @@ def train(command: list, count: int) -> list[dict]:
                 records = [record for record in read_records(run) if "loss" in record]
             process.kill()
     if len(records) < count:
-        raise Failure(f"{command[0]} ended after {len(records)} records; its message is above")
+        raise Failure(f"{command[0]} ended after {len(records)} records")
     return records[:count]
 
 
@@ -70,40 +75,24 @@ def bench_training(suite: str, flags: list[str]) -> Iterator[dict]:
             yield row | {key: records[-1].get(key) for key in ("mfu", "mem_gib", "step", "loss")}
 
 
-def bench_start(flags: list[str]) -> Iterator[dict]:
-    for turn in range(1, TURNS + 1):
-        begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, *TRAIN, *flags, "--steps=1", f"--out={folder}/run"]
-            printed = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-        parts = printed.rpartition("Time taken: ")[2].strip()
-        yield {"turn": turn, "process": time.perf_counter() - begin, "as the run says": parts}
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    how = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser({"suite": {"choices": [*CONTENDERS, "start", "scale", "golden"]}}, prog="bench/run.py", **how)
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="train.py's, or golden.py's")
-    args = parser.parse_args(argv)
-    if args.suite in (*CONTENDERS, "start"):
-        parse_args(args.flags)  # refuses mistakes
-    return args
+def parse(argv: list[str]) -> tuple[str, list[str]]:
+    """-> the suite and its flags"""
+    suites = {"suite": {"choices": [*CONTENDERS, "start", "scale", "golden"]}}
+    parser = Parser(suites, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return parser.parse_args(argv[:1]).suite, argv[1:]
 
 
 def main(argv: list[str]) -> None:
-    suite, flags = vars(parse(argv)).values()
+    suite, flags = parse(argv)
     if suite == "golden":
         return golden.main(flags)
-    print(", ".join(f"{key} {value}" for key, value in describe_environment().items()), "\n")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    if suite in CONTENDERS:
-        rows = bench_training(suite, flags)
-    else:
-        rows = bench_scale() if suite == "scale" else bench_start(flags)
-    for number, row in enumerate(rows):
-        if not number:
-            print("|", " | ".join(row), "|\n|", "---|" * len(row))
-        print("|", " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()), "|")
+    print(json.dumps(describe_environment()))
+    if suite == "start":
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([sys.executable, *TRAIN, *flags, "--steps=1", f"--out={folder}/run"], check=True)
+    for row in bench_scale() if suite == "scale" else bench_training(suite, flags) if suite in CONTENDERS else ():
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":
