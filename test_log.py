@@ -123,20 +123,6 @@ def test_every_line_has_the_prefix_and_steers_no_terminal(tmp_path, capsys):
     assert shown.count("b\\x1b[31m") >= 3 and shown.count("é 日本") >= 3 and not set("\x1b\r\x9b") & set(shown)
 
 
-def test_other_ranks_are_silent(tmp_path, passes, capsys, monkeypatch):
-    monkeypatch.setattr(log, "gather", lambda value, ranks: [value] * 2)
-    monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: None)
-    start_logging(None)
-    write_run(tmp_path, [2.0], 1)
-    run = make_log(tmp_path, rank=1, world_size=2)
-    passes(1.0)
-    record(run, 1, val_loss=2.0)
-    run.draw()
-    logger.error("nobody hears this")
-    assert capsys.readouterr() == ("", "") and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert metrics(tmp_path) == [{"step": 1, "tokens": 1, "loss": 2.0}]
-
-
 # ---- records
 
 
@@ -255,20 +241,6 @@ def drawn_lines(save: mock.Mock) -> dict[str, list]:
     names = {label: name for name, label in curves.PANELS.items()}
     axes = save.call_args.args[0].axes
     return {names[axis.get_title(loc="left")]: [line.get_xydata() for line in axis.get_lines()] for axis in axes}
-
-
-def test_curves(tmp_path, passes):
-    run = make_log(tmp_path)
-    run.val_bytes, run.val_tokens = 8, 2
-    for i in range(1, 13):
-        passes(float(i))
-        record(run, i, 5 / i, **({"val_loss": 6 / i} if i % 10 in (0, 1) else {}))
-    with mock.patch.object(Figure, "savefig", autospec=True) as save:
-        curves.draw_runs([tmp_path], tmp_path / "a.png")
-    written, lines = metrics(tmp_path), drawn_lines(save)
-    for key in curves.PANELS:
-        assert np.array_equal(lines[key][0], [(r["step"], r[key]) for r in written if key in r])
-    assert len(lines["loss"]) == 3 and len(lines["val_bpb"]) == 1
 
 
 def test_curves_are_drawn_by_another_process(tmp_path, passes, monkeypatch, caplog):

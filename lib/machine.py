@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lib import torch_private
 from lib.errors import UserError
 from lib.files import ROOT, VERSION
 from lib.parts import is_sharded
@@ -205,13 +206,13 @@ def _kib_of(name: str, path: Path | str) -> int:
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Gives parameters and buffers on the meta device memory with undefined values, and separates tied ones. This is
-    torch's `to_empty`, which imports sympy (20 MB, a third of a second) and is left to sharded parameters."""
-    if any(map(is_sharded, model.parameters())):
-        return model.to_empty(device=device)
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            values = torch.empty(p.shape, dtype=p.dtype, device=device)
-            setattr(module, name, nn.Parameter(values, p.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
+    """Gives parameters and buffers on the meta device memory with undefined values, and separates tied ones, as torch's
+    `to_empty` does. `empty_like` of such a tensor imports sympy (20 MB, a third of a second): only sharded ones use
+    it."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        if is_sharded(tensor):
+            return torch.empty_like(tensor, device=device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    torch_private.apply_to_tensors(model, empty)
