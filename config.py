@@ -347,7 +347,7 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
     if {"steps", "epochs"} <= settings.keys():
         raise UserError("--steps and --epochs exclude each other: remove one")
-    if values["lora_weights"] and values["weights"] and "lora" not in settings:
+    if values["lora_weights"] and values["weights"]:
         from lib.folders import adapter_flags
 
         theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))

@@ -8,7 +8,6 @@ continues: complete files are not downloaded again."""
 
 import argparse
 import os
-import re
 import shlex
 import signal
 import sys
@@ -37,8 +36,6 @@ WEIGHTS = [
     "*.safetensors*", "*.bin",
     "*.pth", "*.pt", "*.ckpt", "*.pkl",
 ]  # fmt: skip
-# Names that could lead out of a folder: with a part that is empty, . or .., a drive of Windows, a control character.
-BAD_NAME = re.compile(r"(^|[/\\])(\.{0,2}([/\\]|$)|[a-zA-Z]:)|[\0-\x1f\x7f]")
 
 
 def list_files(name: str, revision: str) -> tuple[str, dict]:
@@ -47,9 +44,6 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
 
     info = HfApi().repo_info(**split_name(name), revision=revision, files_metadata=True)
     files = {f.rfilename: (f.size, f.lfs.sha256 if f.lfs else f.blob_id) for f in info.siblings}
-    bad = [file for file in (info.sha, *files) if BAD_NAME.search(file)]  # the commit is the name of a folder
-    if bad:
-        raise UserError(f"{name} lists a file {bad[0]!r}, which leads out of a folder")
     return info.sha, files
 
 
@@ -101,13 +95,15 @@ def find_damaged(folder: Path, files: dict) -> list[str]:
     """Names of files that are missing or have another hash than the hub's, by reading all of them."""
     from huggingface_hub.utils import sha, tqdm
 
-    def is_right(name: str) -> bool:
-        expected = files[name][1]
-        with open(folder / name, "rb") as file:
-            return expected == (sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read()))
-
-    rows = tqdm(files, "Verifying", unit=" files")
-    return [name for name in rows if not ((folder / name).is_file() and is_right(name))]
+    damaged = []
+    for name in tqdm(files, "Verifying", unit=" files"):
+        (_, expected), path = files[name], folder / name
+        if path.is_file():
+            with open(path, "rb") as file:
+                actual = sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
+        if not path.is_file() or actual != expected:
+            damaged.append(name)
+    return damaged
 
 
 FLAGS = {

@@ -26,7 +26,7 @@ FLAGS = {
     "--run": dict(required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id"),
     "--prompt": dict(nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation"),
     "--chat": dict(action="store_true", help="a conversation; without --prompt, each line of the input is a message"),
-    "--system": dict(metavar="TEXT", help="with --chat: the system message"),
+    "--system": dict(metavar="TEXT", help="the system message of a conversation (implies --chat)"),
     "--tokens": dict(default=300, type=within(int, 1), help="new tokens at most (%(default)s)"),
     "--temperature": dict(default=0.8, type=within(float, 0), help="0 = always the most probable token (%(default)s)"),
     "--top_k": dict(default=0, type=within(int, 0), help="choose among the k most probable tokens (0 = all)"),
@@ -41,8 +41,7 @@ FLAGS = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
-    if args.system is not None and not args.chat:
-        raise UserError("--system is part of a conversation: give --chat too")
+    args.chat |= args.system is not None
     return args
 
 

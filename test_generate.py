@@ -391,7 +391,6 @@ def test_what_another_version_wrote_is_refused(tmp_path):
     *((words, f"{words.replace(' ', ': ')} must be ") for words in (
         "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0",
         f"--seed {2**64}")),
-    ("--system x", "give --chat too"),
     ("--promt x", "did you mean --prompt"), ("--run {empty} --promt x --tokns 3", "did you mean --prompt, --tokens"),
     ("--run {empty}", "config.json cannot be read"),
     ("--run {empty}/nothing", "no folder or file"),

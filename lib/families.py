@@ -204,8 +204,8 @@ FAMILIES = {
         QWEN3_MOE_TENSORS,
         QWEN3_MOE_KEYS,
         windows=(SLIDING,),
-        aliases={"num_local_experts": "num_experts"},
         others=(*ROPE, "sliding_window", "use_sliding_window", "intermediate_size", "use_qk_norm"),
+        aliases={"num_local_experts": "num_experts"},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -266,8 +266,6 @@ FAMILIES = {
         GPT2_KEYS,
         scales=False,
         others=(),
-        aliases={"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-                 "max_position_embeddings": "n_positions"},
     ),
 }  # fmt: skip
 # rope_type: RopeScaling's fields and their keys in config.json.
@@ -533,12 +531,10 @@ def _write(config, kind):
     out = {"architectures": [row.architecture], "model_type": kind}
     out |= {key: values[key] for key in row.defaults if key in values}
     out |= {key: getattr(config, field) for field, key in row.keys.items()}
-    return out | (_write_rope(config, kind) if "rope_theta" in row.others else {})
-
-
-def _write_rope(config, kind):
-    scaling, out = config.rope_scaling, {"rope_theta": config.rope_theta}
-    plain = rope = out | {"rope_type": "default"}
+    if "rope_theta" not in row.others:
+        return out
+    scaling, out["rope_theta"] = config.rope_scaling, config.rope_theta
+    plain = rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if scaling:
         numbers = {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
         out["rope_scaling"] = {"rope_type": scaling.kind} | numbers

@@ -99,5 +99,5 @@ def hub_errors(repo: str) -> Iterator[None]:
         # Without the server's text, which could repeat the token.
         if refusal := next((REFUSALS[kind] for kind in kinds if kind in REFUSALS), ""):
             raise UserError(refusal.format(repo=repo, page=page, status=status)) from error
-        reason = f"the hub answers {status} {response.reason_phrase}" if status else f"no answer: {cause!r}"[:500]
+        reason = f"the hub answers {status} {response.reason_phrase}" if status else repr(cause)[:500]
         raise Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or repeat the command later") from error

@@ -538,7 +538,7 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     *((kind, {key: ...}, f"{key} is None, expected a positive") for kind, keys in SHORT.items() for key in keys),
     *(("llama", {"head_dim": v}, "head_dim is .*, expected a positive whole number") for v in ("64", True, 64.0, -1)),
     ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is .*true or false"),
-    ("gpt2", {"hidden_size": 0}, "n_embd is 0, expected a positive"),
+    ("gpt2", {"n_embd": 0}, "n_embd is 0, expected a positive"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected a positive whole number"),
     ("qwen3_moe", {"num_experts": None}, "n_experts is 0, it must be at least 1"),
     ("llama", {"layer_types": ["sliding_attention"]}, "layer_types is .*: not implemented"),

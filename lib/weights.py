@@ -184,8 +184,7 @@ def export_adapter(config: Settings, read: Read, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     write_file(temporary, _shard(rows, torch.float32, read))
     temporary.rename(folder / "adapter_model.safetensors")
-    alpha = config.lora_alpha if config.lora_alpha % 1 else int(config.lora_alpha)  # PEFT's is an integer
-    how = {"base_model_name_or_path": config.weights or None, "r": config.lora, "lora_alpha": alpha}
+    how = {"base_model_name_or_path": config.weights or None, "r": config.lora, "lora_alpha": config.lora_alpha}
     targets = [f"{target}_proj" for target in config.lora_targets]
     write_json(folder / "adapter_config.json", ADAPTER_CONFIG | how | {"target_modules": targets})
 
