@@ -442,7 +442,7 @@ def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
     from lib.text import text_fields
 
-    text_fields(c.text_field, c.data + c.val_data)  # refuses names of no entry
+    text_fields(c)  # refuses names of no entry
     if c.lora:
         from lib.lora import check_flags
 

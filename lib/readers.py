@@ -2,7 +2,7 @@
 
 A reader takes an open file and yields its rows, without parsing them: lines of .jsonl, rows of .json (JSON lines, or a
 list of rows), of .csv or of .parquet. A .txt or .md file is one document. A new format needs a reader in READERS. A
-reader raises UserError without the name of the file, which `TextFile.rows` puts before the message."""
+reader raises UserError without the name of the file, which `TextFile` puts before the message."""
 
 import codecs
 import csv
@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import UserError
-from lib.files import SUBSTITUTES, describe_content, may_pass, retry
-from lib.stores import bare, open_remote, store_errors
+from lib.errors import UserError, naming
+from lib.files import SUBSTITUTES, describe_content, retry
+from lib.stores import open_file, store_errors
 
-STDIN, BUILTIN = "-", "built-in.text"  # names of standard input, and of text that is in no file
+BUILTIN = "built-in.text"  # the name of text that is in no file
 SHARD = ".bin"
 VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
 log = logging.getLogger("flatland")
@@ -41,7 +41,7 @@ class TextRow(NamedTuple):
 
 def kind_of(name: str) -> str:
     """The suffix that tells a file's format, without .gz."""
-    return os.path.splitext(bare(name).removesuffix(".gz"))[1]
+    return os.path.splitext(name.removesuffix(".gz"))[1]
 
 
 def builtin_documents() -> list[str]:
@@ -84,10 +84,8 @@ def _read_csv(stream):
         if len({*names}) < len(names):
             raise UserError(f"the first line must name the fields, each once, but is {names}")
         for row in rows:
-            if None in (*row, *row.values()):  # more or fewer fields than names
-                problem = f"the fields up to line {rows.line_num} are not the {len(names)} that the first line names"
-                row = UserError(f"{problem}: put a field with commas or line breaks in double quotes")
-            yield row
+            is_whole = None not in (*row, *row.values())  # else it has more or fewer fields than names
+            yield row if is_whole else UserError("not the fields of the first line: put text with commas in quotes")
     except csv.Error as e:
         raise UserError(f"line {rows.reader.line_num} is not CSV: {e}") from None
 
@@ -120,6 +118,8 @@ def read_rows(stream, kind: str, val_every: int) -> Iterator[TextRow]:
     if kind in DOCUMENTS:
         yield from _read_document(stream, val_every)
         return
+    if kind not in READERS:
+        raise UserError("it holds token ids, not text")
     for number, content in enumerate(READERS[kind](stream), 1):
         yield TextRow(content, number, val_every > 0 and number % val_every == 0)
 
@@ -159,9 +159,9 @@ def _last_part(stream, size, val_every):
 
 
 class TextFile(NamedTuple):
-    """A file of text. name: a path, an address (on the hub: hf://datasets/ORG/NAME@COMMIT/PATH), STDIN or BUILTIN.
-    size: in bytes, 0 if unknown. version: changes with the content, if the store tells. store: the fsspec file system
-    of an address. text_field: the field of --text_field for this file; empty: the encoder's."""
+    """A file of text. name: a path, an address (on the hub: hf://datasets/ORG/NAME@COMMIT/PATH) or BUILTIN. size: in
+    bytes, 0 if unknown. version: changes with the content, if the store tells. store: the fsspec file system of an
+    address. text_field: the field of --text_field for this file; empty: the encoder's."""
 
     name: str
     size: int
@@ -172,18 +172,6 @@ class TextFile(NamedTuple):
     @property
     def kind(self) -> str:
         return kind_of(self.name)
-
-    @property
-    def is_document(self) -> bool:
-        """Whether the file is one document, and not rows."""
-        return self.kind in DOCUMENTS
-
-    def _open(self, in_sequence):
-        if self.store:
-            return open_remote(self.store, self.name, in_sequence)
-        if self.name == STDIN:
-            return sys.stdin.buffer
-        return open(os.devnull if self.name == BUILTIN else self.name, "rb")
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. Every val_every-th is held out (1: all, 0: none), or the end of a document.
@@ -199,7 +187,7 @@ class TextFile(NamedTuple):
                 rows = None
                 raise
 
-        while row := retry(take, transient=lambda error: self.name != STDIN and may_pass(error)):
+        while row := retry(take):
             first = row.number
             yield row
 
@@ -207,13 +195,10 @@ class TextFile(NamedTuple):
         """The rows, until an error."""
         name, number, kind = self.name, 0, self.kind
         # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
-        in_sequence = kind != ".parquet" and not (self.is_document and val_every)
-        with store_errors(name), self._open(in_sequence) as raw:
-            if name == STDIN:
-                kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
-            if kind == SHARD:
-                raise UserError(f"{name} holds token ids, not text")
-            stream = gzip.GzipFile(fileobj=raw) if bare(name).endswith(".gz") else raw
+        in_sequence = kind != ".parquet" and not (kind in DOCUMENTS and val_every)
+        path = os.devnull if name == BUILTIN else name
+        with store_errors(name), open_file(self.store, path, in_sequence) as raw, naming(name):
+            stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             try:
                 for file in (raw, stream):
                     if content := describe_content(file.peek(512)[:512], SUBSTITUTES):
@@ -224,11 +209,7 @@ class TextFile(NamedTuple):
                         yield row
             except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as e:
                 problem = f"damaged, cut short or not UTF-8 after row {number}: {e}"
-                raise UserError(f"{name}: {problem}: get it again, or convert it with iconv") from None
-            except UserError as e:
-                raise UserError(f"{name}: {e}") from None
-        if not number:
-            log.warning(f"{name} is empty")
+                raise UserError(f"{problem}: get it again, or convert it with iconv") from None
 
 
 def builtin_file() -> TextFile:

@@ -34,7 +34,7 @@ from lib import progress, text
 from lib.errors import UserError
 from lib.files import plural, read_ahead, retry
 from lib.readers import SHARD, VAL_EVERY, TextFile, builtin_file
-from lib.text import ID, TRAINED, Encoder, Shard, find_shard, prepare, read_index, split_weight
+from lib.text import ID, TRAINED, Encoder, Shard, find_shard, prepare, read_index, split_weight, text_fields
 from lib.tokenizer import load_tokenizer
 from model import IGNORE
 
@@ -151,12 +151,13 @@ class Catalog:
         """Text of addresses is streamed, and with --stream all text. Conversations never are; the first good row
         decides."""
         if specs not in self.listings:
-            config = self.config
-            files = [file for spec in specs for file in text.find_entry(spec, flag, config)]
+            config, fields = self.config, text_fields(self.config)
+            files = [file for spec in specs for file in text.find_files(spec, flag, fields.get(spec, ""))]
             is_text = all(file.kind != SHARD for file in files)
             is_stream = is_text and any(config.stream or file.store for file in files)
             if is_stream:
-                jobs, report = ((0, file, [row]) for file in files for row in file.rows(0, 0)), text.new_report()
+                jobs = ((0, file, [row]) for file in files for row in file.rows(0, 0))
+                report = {"kind": "", "bad": 0, "notes": {}}
                 with ThreadPoolExecutor(1) as pool:
                     next(text.encode(jobs, Encoder.of(config), pool, 0, report), None)
                 is_stream = report["kind"] != "chat"
@@ -374,8 +375,9 @@ class Stream:
         names = []
         for file in self.files:
             has_version = file.store and file.version and not self.shares  # else only the name identifies it
-            names.append((file.version if has_version else Path(file.name).name, file.size))
-        identity = [self.config.lanes, self.encoder.fields_of(self.files) or "text", self.fingerprint, names]
+            name = file.version if has_version else Path(file.name).name
+            names.append((name, file.size, *filter(None, [file.text_field])))
+        identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
@@ -415,13 +417,13 @@ class Stream:
         T, start = self.config.seq_len, self.positions.get(str(lane), Position())
         given, offset = start.given, start.token
         tokens = np.zeros(0, np.uint32)  # not in any row yet; at most T of them are of earlier documents
-        report = text.new_report("text", start.bad)
+        report = {"kind": "text", "bad": start.bad, "notes": {}}
         for (epoch, file), row, ids in text.encode(self._jobs(lane, start), self.encoder, self.workers, 1, report):
             offset -= len(tokens)  # between the beginnings of the document and of `tokens`
             tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
             while len(tokens) > T:
                 given, offset = given + 1, offset + T
-                yield tokens[: T + 1], Position(given, epoch, file, row.number, offset, report["skipped"])
+                yield tokens[: T + 1], Position(given, epoch, file, row.number, offset, report["bad"])
                 tokens = tokens[T:]
             offset = 0
 
@@ -437,7 +439,7 @@ class Stream:
         numbers = index.tolist()
         if not self.workers:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
+            self.workers = text.start_workers(max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1)))
         for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
             self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
         return _shift_targets(self, [self._take(n) for n in numbers])

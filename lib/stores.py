@@ -9,7 +9,6 @@ import glob
 import io
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,28 +26,30 @@ VERSIONS = (
 )  # fmt: skip
 
 
-def bare(name: str) -> str:
-    """A name without the query of a web address."""
-    return name.partition("?")[0] if name.startswith("http") else name
-
-
-def list_files(spec: str, flag: str) -> tuple[object, list[dict]]:
-    """-> (the fsspec file system of an address, None for a path; its entries for a file, for the matches of a pattern,
-    or for the content of a folder)"""
-    from fsspec.implementations.local import LocalFileSystem
-
-    if "://" not in spec:
+def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]]:
+    """-> (the fsspec file system of an address, None for a path; name, size and version of a file, of the matches of a
+    pattern, or of the files in a folder). size: 0 if the listing has none. version: changes with the content; empty if
+    the file system tells none."""
+    address = spec
+    if is_local := "://" not in spec:
         path = Path(spec).expanduser().absolute()
-        if not path.exists():  # a pattern, below a folder whose name may hold * ? and []
-            folder = next(parent for parent in path.parents if parent.exists())
-            path = Path(glob.escape(str(folder)), path.relative_to(folder))
-        return None, _list(LocalFileSystem(), str(path))
+        # Names of existing folders above a pattern may hold * ? and [].
+        folder = next(parent for parent in (path, *path.parents) if parent.exists())
+        address = str(path if path == folder else Path(glob.escape(str(folder)), path.relative_to(folder)))
     with store_errors(spec):
-        store, path = _open_hub(spec, flag) if spec.startswith("hf://") else _open_store(spec, flag)
-        entries = [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
-    if odd := [entry for entry in entries if not isinstance(entry["size"] or 0, int)]:
-        raise UserError(f"{flag} {odd[0]['name']}: its size in the listing is {odd[0]['size']!r}")
-    return store, entries
+        store, path = (_open_hub if spec.startswith("hf://") else _open_store)(address, flag)
+        info = find_info(store, path)  # a name may hold * ? and []
+        if info and info["type"] != "directory":
+            infos = [info]
+        else:
+            infos = store.glob(glob.escape(path) + "/*" if info else path, detail=True).values()
+    entries = []
+    for info in infos:
+        if info["type"] != "directory":
+            name = info["name"] if is_local else store.unstrip_protocol(info["name"])
+            size = info["size"] if isinstance(info["size"], int) else 0  # a hub may list anything
+            entries.append((name, size, next((str(info[key]) for key in VERSIONS if info.get(key)), "")))
+    return None if is_local else store, entries
 
 
 def find_info(store, path: str) -> dict | None:
@@ -62,27 +63,11 @@ def find_info(store, path: str) -> dict | None:
         return None
 
 
-def _list(store, path):
-    info = find_info(store, path)  # a name may hold * ? and []
-    if info and info["type"] != "directory":
-        return [info]
-    if info:
-        path = glob.escape(path) + "/*"
-    infos = store.glob(path, detail=True)
-    # A page with links tells no sizes.
-    return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
-
-
 def _open_store(spec, flag):
     from fsspec import url_to_fs
 
-    options = {}
     try:
-        if spec.startswith("http"):  # no limit on the time of a whole file
-            from aiohttp import ClientTimeout
-
-            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}
-        return url_to_fs(spec, **options)
+        return url_to_fs(spec)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
         package = getattr(e.__cause__ or e, "name", "")
         install = f": {sys.executable} -m pip install {package}" * bool(package)
@@ -95,7 +80,7 @@ def _open_hub(spec, flag):
 
     address = ADDRESS.fullmatch(spec)
     if not address:
-        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
+        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH")
     repo, revision, path = address.groups()
     commit = HfApi().dataset_info(repo, revision=revision or "main").sha
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
@@ -103,26 +88,19 @@ def _open_hub(spec, flag):
     return store, path
 
 
-def version_of(info: dict) -> str:
-    """A value that changes with a file's content; empty if the file system tells none. info: from list_files."""
-    return next((str(info[key]) for key in VERSIONS if info.get(key)), "")
-
-
-def fetch(store, name: str, target) -> None:
-    """Copies a file to a path, or into an open file."""
+def fetch(store, name: str, path: str) -> None:
+    """Copies a file to a path."""
     from fsspec.callbacks import Callback
 
-    store.get_file(name, target, callback=Callback(hooks={"progress": lambda *_, **__: advance()}))
+    store.get_file(name, path, callback=Callback(hooks={"progress": lambda *_, **__: advance()}))
 
 
-def open_remote(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
-    """Opens a file for reading, on the hub as one stream if it is read in sequence."""
-    if name.startswith("http"):  # the server may give whole files only
-        file = tempfile.TemporaryFile()  # noqa: SIM115
-        fetch(store, name, file)
-        file.seek(0)
-        return file
-    raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)
+def open_file(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
+    """Opens a path (store: None) or an address for reading, on the hub and the web as one stream if it is read in
+    sequence."""
+    if not store:
+        return open(name, "rb")
+    raw = store.open(name, block_size=0 if in_sequence and name.startswith((HUB, "http")) else None)
     return io.BufferedReader(raw, BUFFER)  # the readline of some file systems gives nothing
 
 

@@ -18,7 +18,7 @@ from lib import tokenizer as T
 from lib.chat import chat_template, find_messages, render_chat
 from lib.errors import UserError
 from lib.test_tokenizer import _json, _llama2_json, _write
-from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
+from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare, tell_omissions
 from lib.tokenizer import decode_marked
 from lib.weights import export_model
 from model import MODELS, Transformer
@@ -425,7 +425,8 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
         {"messages": [ASK, ANSWER], "images": ["a.png"]}, {"messages": [ASK, ANSWER], "images": ["b.png"]},
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare(find_files(str(tmp_path / "a.jsonl"), ""), Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0)
+    files = find_files(str(tmp_path / "a.jsonl"), "")
+    tell_omissions(prepare(files, Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0))
     assert {re.sub(r"\S*/a.jsonl: ", "", record.message) for record in caplog.records} == {
         "the chat template changes or leaves out text of the system: 1 row, first in line 2: 'Be brief.'",
         f"{CUT}: 1 row, first in line 3: {thought!r}",

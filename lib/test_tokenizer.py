@@ -121,7 +121,6 @@ def test_a_trained_tokenizer(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("\n".join(TEXT))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "zyxwvu " * 99, "completion": "x" * 9999 + "qqq" * 9999}))
     monkeypatch.setattr("lib.text.SAMPLE", 20_000)
-    monkeypatch.setattr("lib.text.PIECE", 100)
     flags = ["train-tokenizer", "--data", f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl", "--vocab_size", "1000", "--out"]
     for name in ("one", "two"):
         run_text_command([*flags, f"{tmp_path}/{name}"], parse_args)

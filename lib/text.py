@@ -26,7 +26,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import struct
 import sys
 import threading
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
-from lib.errors import Parser, UserError, naming, nearest, printable, within
+from lib.errors import Parser, UserError, naming, printable, within
 from lib.files import (
     SUBSTITUTES,
     describe_content,
@@ -52,21 +51,13 @@ from lib.files import (
 )
 from lib.hub import local_path
 from lib.progress import advance
-from lib.readers import FORMATS, SHARD, STDIN, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
-from lib.stores import bare, fetch, find_info, list_files, store_errors, version_of
+from lib.readers import DOCUMENTS, FORMATS, SHARD, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
+from lib.stores import fetch, find_info, list_files, store_errors
 from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
-# The sources in lib/ that decide how text becomes tokens.
-CODE = (
-    "text.py",
-    "readers.py",
-    "chat.py",
-    "tokenizer.py",
-    "templates/chatml.jinja",
-    "templates/llama.jinja",
-    "templates/llama3.jinja",
-    "templates/mixtral.jinja",
-)
+# Part of the key of prepared tokens. Raise it with any change that makes other tokens or shards of the same text: in
+# reading, in conversations and their templates, in tokenizers, or here. The cache then tokenizes all text again.
+FORMAT = 1
 MIXED = "documents and conversations together: give each its own weight, as in A:0.5 B:0.5"
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
@@ -75,10 +66,8 @@ MAGICS = {  # of llm.c's headers -> version, bytes per token, token before a doc
     20240801: (7, 4, 128000),  # Llama 3
 }
 INDEX = "index.json"
-REASONS = 5  # different reasons for leaving out rows that are kept for each file
 SHARD_TOKENS = 100_000_000
-SAMPLE = 2**28  # characters from which a tokenizer is trained: it keeps their words in memory, once each
-PIECE = 2**18  # characters of it that the library gets at a time
+SAMPLE = 2**28  # characters from which a tokenizer is trained
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 warn_once = functools.cache(log.warning)  # each message once in a process
@@ -95,7 +84,7 @@ def is_shards(spec: str) -> bool:
 
 def name_of(spec: str) -> str:
     """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
-    path = Path(bare(split_weight(spec)[0]).removesuffix(".gz"))
+    path = Path(split_weight(spec)[0].removesuffix(".gz"))
     name = path.stem if path.suffix in (*SUFFIXES, SHARD) else path.name
     return f"{path.parent.name}-{name}" if glob.has_magic(path.name) and not path.exists() else name
 
@@ -107,7 +96,6 @@ def knows_text(config) -> bool:
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
-    spec = spec.removeprefix("file://")
     path, _, weight = spec.rpartition(":")
     with contextlib.suppress(ValueError, ZeroDivisionError):  # the name of a file may end like that
         if path and not Path(spec).exists():
@@ -115,60 +103,36 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     return spec, None
 
 
-def text_fields(words: tuple[str, ...], entries: tuple[str, ...]) -> dict[str, str]:
+def text_fields(config) -> dict[str, str]:
     """--text_field: FIELD, and NAME=FIELD for an entry of --data, by its path or its last part -> {path of an entry, or
     empty for the others: field}"""
-    fields, paths = {}, [split_weight(entry)[0] for entry in entries]
-    for word in words:
+    fields, paths = {}, [split_weight(entry)[0] for entry in config.data + config.val_data]
+    for word in config.text_field:
         name, _, field = word.rpartition("=")
-        named = [path for path in paths if name in (path, os.path.basename(bare(path).rstrip("/")))] if name else [""]
+        named = [path for path in paths if name in (path, os.path.basename(path.rstrip("/")))] if name else [""]
         if not named or not field or fields.keys() & {*named}:
             raise UserError(f"--text_field {word}: expected FIELD, or NAME=FIELD for one of {', '.join(paths)}, once")
         fields |= dict.fromkeys(named, field)
     return fields
 
 
-def find_entry(spec: str, flag: str, config) -> list[TextFile]:
-    """find_files, with the text field of each file."""
-    path, _ = split_weight(spec)
-    field = text_fields(config.text_field, config.data + config.val_data).get(path, "")
-    return [file._replace(text_field=field) for file in find_files(path, flag)]
-
-
-def find_files(spec: str, flag: str) -> list[TextFile]:
-    """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
-    shards or, if it has none, for its files of text, without a README.md that describes files of other formats."""
-    if not spec:
-        raise UserError(f"{flag}: an entry is empty")
-    if spec == STDIN:
-        return [TextFile(STDIN, sys.maxsize, os.urandom(16).hex())]
-    spec = spec.removeprefix("file://")
-    store, entries = retry(lambda: list_files(spec, flag))
-    files = [
-        TextFile(entry["name"], entry["size"] or 0, version_of(entry), store)
-        for entry in entries
-        if entry["type"] != "directory"
-    ]
+def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
+    """The files that a path, a pattern or an address names. A folder or a pattern stands for its token shards or, if it
+    has none, for its files of text, without a README.md beside others."""
+    store, entries = retry(lambda: list_files(spec, flag)) if spec else (None, [])
+    files = [TextFile(*entry, store, text_field) for entry in entries]
     shards = [file for file in files if file.kind == SHARD]
     texts = [file for file in files if file.kind in SUFFIXES]
-    if any(file.kind != ".md" for file in texts):
-        texts = [file for file in texts if os.path.basename(file.name) != "README.md"]
-    if shards or texts:
-        visible = [file.kind for file in files if not os.path.basename(file.name).startswith(".")]
-        unknown = [kind or "no suffix" for kind in visible if kind not in (SHARD, *SUFFIXES)]
-        if unknown:
-            kinds = ", ".join(sorted({*unknown}))
-            warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
-        return shards or texts
-    path, hint = Path(spec).expanduser().absolute(), ""
-    if len(entries) > len(files):
-        hint = f"; with the files in its folders: '{spec.removesuffix('/*').rstrip('/')}/**'"
-    elif not store:
-        near = nearest(path.name, {sibling.name for sibling in path.parent.glob("*")} - {path.name})
-        hint = f"; did you mean {near}?" * bool(near)
-    if not entries and not path.is_dir():
-        raise UserError(f"{flag} {spec if store else path} does not exist{hint}")
-    raise UserError(f"{flag} {spec}: no file of a known format{hint}; {FORMATS} are known")
+    texts = [file for file in texts if os.path.basename(file.name) != "README.md"] or texts
+    if not shards and not texts:
+        known = f"{FORMATS}; FOLDER/** includes deeper folders"
+        raise UserError(f"{flag} {spec} does not exist, or has no file of a known format: {known}")
+    visible = [file.kind for file in files if not os.path.basename(file.name).startswith(".")]
+    unknown = [kind or "no suffix" for kind in visible if kind not in (SHARD, *SUFFIXES)]
+    if unknown:
+        kinds = ", ".join(sorted({*unknown}))
+        warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
+    return shards or texts
 
 
 def refuse_missing(config):
@@ -177,15 +141,12 @@ def refuse_missing(config):
     which may need none."""
     if "RANK" in os.environ or Path(config.out, "checkpoints").exists():
         return config
-    for flag in ("data", "val_data"):
-        for spec, _ in map(split_weight, getattr(config, flag)):
-            path = os.path.expanduser(spec)
-            elsewhere = spec == STDIN or "://" in spec
-            if not (elsewhere or os.path.exists(path) or any(glob.iglob(path, recursive=True))):
-                find_files(spec, f"--{flag}")
-    for flag in ("tokenizer", "weights", "lora_weights"):
-        if (spec := getattr(config, flag)) not in ("", "bytes"):
-            local_path(spec, f"--{flag}")
+    for flag, entries in (("--data", config.data), ("--val_data", config.val_data)):
+        for path, _ in map(split_weight, entries):
+            if "://" not in path and not glob.glob(os.path.expanduser(path)) and not os.path.exists(path):
+                find_files(path, flag)
+    if config.tokenizer != "bytes":
+        local_path(config.tokenizer, "--tokenizer")
     return config
 
 
@@ -193,16 +154,15 @@ def fetch_all(files: list[TextFile], cache: Path) -> list[TextFile]:
     """The local copies of files. Files of one remote folder are downloaded into one folder of the cache, with the
     index.json of token shards. Several processes may call it at the same time."""
     local = []
-    for parent, group in itertools.groupby(files, lambda file: os.path.dirname(bare(file.name))):
+    for parent, group in itertools.groupby(files, lambda file: os.path.dirname(file.name)):
         group = [*group]
-        if not group[0].store:
-            local += group
-            continue
-        folder = cache / f"files-{digest(group)}"
-        retry(functools.partial(_download, group, parent, folder))
-        for file in group:
-            (copy,) = find_files(f"{folder}/{os.path.basename(bare(file.name))}", "--data")
-            local.append(copy._replace(text_field=file.text_field))
+        if group[0].store:
+            folder = cache / f"files-{digest([file[:3] for file in group])}"
+            retry(functools.partial(_download, group, parent, folder))
+            paths = [str(folder / os.path.basename(file.name)) for file in group]
+            rows = zip(group, paths, strict=True)
+            group = [file._replace(name=path, size=os.path.getsize(path), store=None) for file, path in rows]
+        local += group
     return local
 
 
@@ -215,7 +175,7 @@ def _download(files, parent, folder):
         store, names, index = files[0].store, [file.name for file in files], f"{parent}/{INDEX}"
         os.makedirs(f"{folder}.part", exist_ok=True)
         for name in names + [index] * (files[0].kind == SHARD and find_info(store, index) is not None):
-            fetch(store, name, f"{folder}.part/{os.path.basename(bare(name))}")
+            fetch(store, name, f"{folder}.part/{os.path.basename(name)}")
         os.replace(f"{folder}.part", folder)
 
 
@@ -238,16 +198,11 @@ class Encoder(NamedTuple):
 
     @classmethod
     def of(cls, config) -> "Encoder":
-        field = text_fields(config.text_field, config.data + config.val_data).get("", "")
+        field = text_fields(config).get("", "")
         return cls(config.tokenizer, field, config.model_config.chat_format, config.chat_fields, config.skip_bad)
 
     def of_file(self, file: TextFile) -> "Encoder":
         return self._replace(text_field=file.text_field or self.text_field)
-
-    def fields_of(self, files: list[TextFile]) -> str | list[str]:
-        """The text field of files, or a list if they have several."""
-        fields = [self.of_file(file).text_field for file in files]
-        return fields if len({*fields}) > 1 else fields[0]
 
     def read(self, row: TextRow) -> tuple[str, tuple[list[dict], dict, Notes] | None]:
         """-> (the text of a document, None), or ("", what find_messages returns for a conversation). UserError if it is
@@ -270,8 +225,7 @@ class Encoder(NamedTuple):
         if not is_named and (chat := find_messages(fields, self.chat_fields)):
             return "", chat
         if not isinstance(text, str):
-            found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
-            found = found[:300] or type(content).__name__
+            found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())[:300]
             raise UserError(
                 f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
@@ -294,20 +248,6 @@ class Encoder(NamedTuple):
         return tokens, "chat", notes
 
 
-def sample_texts(files: list[TextFile], encoder: Encoder, size: int) -> Iterator[str]:
-    """Up to `size` characters of documents and messages, the same share of each file, from its beginning."""
-    for i, file in enumerate(files):
-        rest = size * (i + 1) // len(files) - size * i // len(files)
-        for row in file.rows(0, 0):
-            with naming(f"{file.name} row {row.number}"):
-                text, chat = encoder.of_file(file).read(row)
-            for part in [str(message.get("content", "")) for message in chat[0]] if chat else [text]:
-                yield from (part[start : min(start + PIECE, rest)] for start in range(0, min(len(part), rest), PIECE))
-                rest -= min(len(part), rest)
-            if not rest:
-                break
-
-
 def _decode(value):
     """Bytes as text: parquet may hold either. Bytes that are not UTF-8 stay."""
     with contextlib.suppress(UnicodeDecodeError):
@@ -327,52 +267,35 @@ def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str
     return results
 
 
-def new_report(kind: str = "", skipped: int = 0) -> dict:
-    """What `encode` reports: the kind of all rows, the number of bad rows, {file: {reason: bad rows}}, and {file and
-    note: [rows, the first of them]}."""
-    return {"kind": kind, "skipped": skipped, "left_out": {}, "notes": {}}
-
-
 def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, report: dict) -> Iterator[tuple]:
     """jobs: (label, file, rows of it). -> (label, row, tokens) of each good row, in their order. The pool is up to
-    `ahead` + 1 jobs ahead. report: from new_report; it includes the rows so far. UserError after more than skip_bad bad
-    rows, including rows of another kind than the first."""
+    `ahead` + 1 jobs ahead. report: the rows so far: their kind, the number of bad ones, and {file and note: [rows, the
+    first of them]}. UserError after more than skip_bad bad rows, including rows of another kind than the first."""
     submitted = ((job, pool.submit(encode_rows, encoder.of_file(job[1]), job[2])) for job in jobs)
     for (label, file, rows), future in read_ahead(submitted, ahead):
         advance()
         for row, (tokens, kind, notes) in zip(rows, future.result(), strict=True):
             place = f"{'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
-            where = f"{file.name} {place}"
             report["kind"] = report["kind"] or kind
-            if kind == report["kind"] != "":
-                for what, example in dict(reversed(notes)).items():  # each once, with its first example
-                    report["notes"].setdefault(f"{file.name}: {what}", [0, f"{place}: {example[:80]!r}"])[0] += 1
+            is_bad = not kind or kind != report["kind"]
+            if is_bad:
+                reason = MIXED if kind else tokens
+                problem = f"{file.name} {place}: {reason}"
+                report["bad"] += 1
+                if report["bad"] > encoder.skip_bad:
+                    raise UserError(f"{problem} (bad row {report['bad']}; --skip_bad N skips up to N of them)")
+                log.warning(f"skipped: {printable(problem)}")
+                notes = [(f"bad rows left out, {re.split('[:(]', reason)[0]}", reason)]
+            for what, example in dict(reversed(notes)).items():  # each once, with its first example
+                report["notes"].setdefault(f"{file.name}: {what}", [0, f"{place}: {example[:80]!r}"])[0] += 1
+            if not is_bad:
                 yield label, row, tokens
-                continue
-            reason = MIXED if kind else tokens
-            report["skipped"] += 1
-            if report["skipped"] > encoder.skip_bad:
-                count = report["skipped"]
-                raise UserError(f"{where}: {reason} (bad row {count}; --skip_bad N skips up to N of them)")
-            log.warning(f"skipped: {printable(f'{where}: {reason}')}")
-            reasons = report["left_out"].setdefault(file.name, {})
-            if reason not in reasons and len(reasons) >= REASONS:
-                reason = "other reasons"
-            reasons[reason] = reasons.get(reason, 0) + 1
 
 
 def tell_omissions(index: dict) -> None:
     """Logs, once in a process, the bad rows that an index reports as left out, and the notes on other rows."""
-    for name, reasons in index.get("left_out", {}).items():
-        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        warn_once(printable(f"{name}: {plural(sum(reasons.values()), 'bad row')} left out: {listed}"))
     for what, (count, first) in index.get("notes", {}).items():
         warn_once(printable(f"{what}: {plural(count, 'row')}, first in {first}"))
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def start_workers(processes: int) -> ProcessPoolExecutor:
@@ -442,29 +365,23 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
         head = file.read(512)
     if substitute := describe_content(head, SUBSTITUTES):
         raise UserError(f"{path}: {substitute}")
-    if recorded:
-        raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {recorded['tokens']}: get it again")
     magic, version, tokens = struct.unpack("<3i", head[:12]) if content >= 0 else (0, 0, 0)
-    if magic in MAGICS:
-        expected, width, delimiter = MAGICS[magic]
-        if (version, content) != (expected, tokens * width):
-            raise UserError(
-                f"{path} is damaged: its header (magic {magic}, version {version}, {tokens} tokens) means"
-                f" {tokens * width} bytes of tokens, but it has {content}"
-            )
+    expected, width, delimiter = MAGICS.get(magic, (0, 0, 0))
+    if width and not recorded and (version, content) == (expected, tokens * width):
         return Shard(path, tokens, width, HEADER), delimiter
+    if width or recorded:
+        header = f"magic {magic}, version {version}, {tokens} tokens"
+        raise UserError(f"{path} is damaged: {content} bytes do not fit {INDEX} or its header ({header}): get it again")
     width = {"uint16": 2, "uint32": 4}.get(data_dtype, size + 1)
-    tokens, rest = divmod(size, width)
-    if not tokens or rest:
-        kind = data_dtype or "uint16 or uint32, as in nanoGPT's files"
-        raise UserError(f"{path}: {size} bytes without llm.c's header, which are not tokens of --data_dtype {kind}")
-    return Shard(path, tokens, width), None
+    if not size or size % width:
+        raise UserError(f"{path}: {size} bytes without llm.c's header: nanoGPT's files need --data_dtype uint16")
+    return Shard(path, size // width, width), None
 
 
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
     index = read_object(folder / INDEX) if (folder / INDEX).exists() else {}
-    if "position" in index or (folder / "progress.jsonl").exists():  # version 0.3 had such a file until the end
+    if "position" in index:
         raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
     return index if "fingerprint" in index else {}
 
@@ -478,91 +395,69 @@ def prepare(
     from filelock import FileLock
 
     key, index = key_of(sources, encoder, shard_tokens, val_every), read_json(out / INDEX)
-    if index.get("key") != key or "position" in index:  # else no lock is needed: the folder may be read-only
-        out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / ".lock"):
-            index = _find_index(sources, encoder, out, key)
-            if "position" in index:
-                try:
-                    _write_all(sources, encoder, out, index, shard_tokens, val_every)
-                finally:
-                    if {*os.listdir(out)} <= {".lock", INDEX}:  # after an error
-                        shutil.rmtree(out)
-    tell_omissions(index)
+    if index.get("key") == key and "position" not in index:
+        return index  # without a lock: the folder may be read-only
+    out.mkdir(parents=True, exist_ok=True)
+    with FileLock(out / ".lock"):
+        index = read_json(out / INDEX)
+        if index.get("key") != key:
+            others = {*os.listdir(out)} - {".lock"} - ({INDEX} if "key" in index else set())
+            if others:
+                raise UserError(f"{out} holds {min(others)}, made of other input or with other flags: empty it")
+            tokenizer = load_tokenizer(encoder.tokenizer)
+            index = {
+                "key": key,
+                "tokenizer": encoder.tokenizer,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "delimiter": tokenizer.bos_id,
+                "sources": [source.name for source in sources],
+                "files": {},
+                "position": [0, 0],  # until all is done: the source and its row behind the last shard
+                "kind": "",
+                "bad": 0,
+                "notes": {},
+            }
+        if "position" in index:
+            _write_all(sources, encoder, out, index, shard_tokens, val_every)
     return index
-
-
-def _find_index(sources, encoder, out, key):
-    """The index of another call with the same key, finished or interrupted; or a new one."""
-    index = read_json(out / INDEX)
-    if index.get("key") == key:
-        return index
-    others = {*os.listdir(out)} - {".lock"} - ({INDEX} if "key" in index else set())
-    if others:
-        raise UserError(
-            f"{out} holds {', '.join(sorted(others)[:3])}, made of other input, or with other flags or code: name"
-            " another folder, or empty it"
-        )
-    tokenizer = load_tokenizer(encoder.tokenizer)
-    index = {
-        "key": key,
-        "tokenizer": encoder.tokenizer,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "delimiter": tokenizer.bos_id,
-        "sources": [source.name for source in sources],
-        "files": {},
-        "position": [0, 0],  # until all is done: the source and its row behind the last shard
-        **new_report(),
-    }
-    _write_index(out, index)
-    return index
-
-
-def _write_index(out, index):
-    retry(lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True), out / INDEX)
 
 
 def _write_all(sources, encoder, out, index, shard_tokens, val_every):
-    """Writes the shards behind the index's position, and the index after each, or after each hundredth of many."""
+    """Writes the shards behind the index's position, and the index after each."""
     from tqdm import tqdm
 
     start, first = index["position"]
-    documents = [i for i, source in enumerate(sources) if source.is_document]
+    documents = [i for i, source in enumerate(sources) if source.kind in DOCUMENTS]
     held_out = set(documents[val_every - 1 :: val_every]) if val_every else ()  # empty if there are too few
 
     def read(i):
-        every = val_every
-        if held_out and sources[i].is_document:
-            every = 1 if i in held_out else 0  # all of the file or nothing
-        return sources[i].rows(first if i == start else 0, every)
+        is_whole = held_out and sources[i].kind in DOCUMENTS  # all of the file is held out, or nothing
+        return sources[i].rows(first if i == start else 0, int(i in held_out) if is_whole else val_every)
 
     rest = tqdm(range(start, len(sources)), unit=" files", disable=None, leave=False)
     jobs = ((i, sources[i], rows) for i in rest for rows in group_rows(read(i), BATCH))
-    tokens, written = {"train": array("I"), "val": array("I")}, len(index["files"])
-    processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
+    tokens = {"train": array("I"), "val": array("I")}
+    processes = len(os.sched_getaffinity(0)) if sum(source.size for source in sources) > PARALLEL else 0
+    _write_shards(out, index, {})  # the folder is ours from now on
     with start_workers(processes) if processes else ThreadPoolExecutor(1) as pool:
         for i, row, ids in encode(jobs, encoder, pool, 2 * processes, index):
             tokens["val" if row.val else "train"] += ids
             index["position"] = [i, row.number]
             if sum(map(len, tokens.values())) >= shard_tokens:
                 _write_shards(out, index, tokens)
-                if len(index["files"]) > 1.01 * written:
-                    _write_index(out, index)
-                    written = len(index["files"])
     train, val = tokens.values()
     if val_every and train and not val and "val-00000.bin" not in index["files"] and 0 < len(ids) < len(train):
         val += ids  # too few for val_every: the last document or conversation
         del train[-len(ids) :]
     if not train and not val and not index["files"]:
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
-    _write_shards(out, index, tokens)
     del index["position"]
-    _write_index(out, index)
+    _write_shards(out, index, tokens)
 
 
 def _write_shards(out, index, tokens):
-    """Writes the tokens of each split as its next shard."""
+    """Writes the tokens of each split as its next shard, and the index."""
     counts = Counter(name.split("-")[0] for name in index["files"])
     for split, ids in tokens.items():
         if ids:
@@ -570,33 +465,31 @@ def _write_shards(out, index, tokens):
             sha256 = write_shard(out / name, ids, index["vocab_size"] if index["kind"] == "text" else 2**32)
             index["files"][name] = {"tokens": len(ids), "sha256": sha256}
             del ids[:]
+    retry(lambda: write_whole(out / INDEX, json.dumps(index, indent=1), sync=True), out / INDEX)
 
 
-def digest(files: list[TextFile], *made_with) -> str:
-    """A hash of the identity of files, and of the settings for their product."""
-    return hashlib.sha256(json.dumps([[file[:3] for file in files], made_with]).encode()).hexdigest()[:16]
+def digest(*content) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on. skip_bad is not part of it: more bad rows than it allows end
     the call, and an interrupted call may continue with a larger one."""
-    code = [Path(__file__).parent.joinpath(name).read_text("utf-8") for name in CODE]
+    files = [(file[:3], encoder.of_file(file).text_field) for file in sources]
     tokenizer = load_tokenizer(encoder.tokenizer)
-    fields = [encoder.fields_of(sources), encoder.chat, encoder.chat_fields]
-    return digest(sources, fields, tokenizer.fingerprint, options, code)
+    made_with = encoder._replace(tokenizer=tokenizer.fingerprint, text_field="", skip_bad=0)
+    return digest(files, made_with, options, FORMAT)
 
 
 def verify(path: Path) -> Iterator[str]:
     """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
-    recorded = read_index(path if path.is_dir() else path.parent).get("files", {})
     files = [Path(file.name) for file in find_files(str(path), "verify")]
+    recorded = read_index(files[0].parent).get("files", {})
     for file in dict.fromkeys(files + [path / name for name in recorded if path.is_dir()]):
         try:
-            shard, _ = find_shard(str(file), file.stat().st_size, "uint16")
+            find_shard(str(file), file.stat().st_size)
             if recorded and hashlib.sha256(file.read_bytes()).hexdigest() != recorded.get(file.name, {}).get("sha256"):
                 yield f"{file} has changed since it was prepared (sha256): prepare the text again"
-            elif not shard.offset:
-                yield f"{file} has no header: nothing to verify"
         except (FileNotFoundError, UserError) as e:
             yield str(e)
 
@@ -606,16 +499,16 @@ def verify(path: Path) -> Iterator[str]:
 
 VERBS = {
     "prepare": {
-        "help": "tokenizes text into a folder of shards, once and on all cores: prepare --help",
+        "help": "tokenizes text into a folder of shards, once and on all cores",
         "flags": {
-            "--data --input": dict(nargs="+", help="files of text; - is standard input"),
-            "--tokenizer": dict(help="bytes, a folder or a hub id"),
-            "--out": dict(help="the folder for the shards"),
+            "--data --input": dict(nargs="+", required=True, help="files of text"),
+            "--tokenizer": dict(nargs=1, required=True, help="bytes, a folder or a hub id"),
+            "--out": dict(nargs=1, required=True, help="the folder for the shards"),
             "--text_field": dict(nargs="+", help="as for train.py, and so the next four"),
             "--chat_fields": dict(nargs="+"),
-            "--skip_bad": dict(),
-            "--model": dict(),
-            "--weights": dict(),
+            "--skip_bad": dict(nargs=1),
+            "--model": dict(nargs=1),
+            "--weights": dict(nargs=1),
             "--shard_tokens": dict(
                 type=within(int, 1), default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)"
             ),
@@ -629,12 +522,11 @@ VERBS = {
         "flags": {"path": dict(nargs="+", type=Path, help="folders or .bin files")},
     },
     "train-tokenizer": {
-        "help": "learns a tokenizer from text: train-tokenizer --data FILES --vocab_size N --out DIR",
-        "epilog": "Of more than 256 MB the beginning of each file is used.",
+        "help": "learns a tokenizer from text: of more than 256 MB, from the beginning of each file",
         "flags": {
-            "--data --input": dict(nargs="+", help="files of text; - is standard input"),
-            "--vocab_size": dict(type=within(int, 261, 2**20), help="ids, at least 261"),
-            "--out": dict(help="the folder for the tokenizer"),
+            "--data --input": dict(nargs="+", required=True, help="files of text"),
+            "--vocab_size": dict(type=within(int, 261, 2**20), required=True, help="ids, at least 261"),
+            "--out": dict(nargs=1, required=True, help="the folder for the tokenizer"),
             "--text_field": dict(nargs="+", help="as for train.py, like the next one"),
             "--chat_fields": dict(nargs="+"),
         },
@@ -651,47 +543,44 @@ VERBS = {
 
 
 def _train_tokenizer(sources, encoder, out, vocab_size):
-    """Trains a tokenizer, and measures it on the first million characters."""
+    """Trains a tokenizer on the same share of each file, from its beginning, and measures it."""
     if holds_tokenizer(out):
         raise UserError(f"--out {out} has a tokenizer already: name another folder")
-    texts, first = sample_texts(sources, encoder, SAMPLE), []
-    while sum(map(len, first)) < 1_000_000 and (text := next(texts, None)) is not None:
-        first.append(text)
-    size = sum(len(text.encode()) for text in first)
-    if not size:
-        raise UserError(f"--data {sources[0].name} has no text")
-    train_tokenizer(itertools.chain(first, texts), vocab_size, out)
-    tokenizer = load_tokenizer(str(out))
-    ratio = size / sum(len(tokenizer.encode(text)) for text in first)
-    unused = sum(name.startswith("<|reserved_") for name in tokenizer.control)
-    print(f"{out}: {tokenizer.vocab_size} ids, {unused} of them unused; {ratio:.2f} bytes per token")
-    print(f"Use it: --tokenizer {out} --vocab_size {tokenizer.vocab_size}")
+    texts = []
+    for file in sources:
+        rest = SAMPLE // len(sources)
+        for row in file.rows(0, 0):
+            with naming(f"{file.name} row {row.number}"):
+                text, chat = encoder.of_file(file).read(row)
+            if chat:
+                text = "\n".join(str(message.get("content", "")) for message in chat[0])
+            texts.append(text[:rest])
+            rest -= len(texts[-1])
+            if not rest:
+                break
+    train_tokenizer(iter(texts), vocab_size, out)
+    tokenizer, text = load_tokenizer(str(out)), "".join(texts[:1000])[:1_000_000]
+    ratio = len(text.encode()) / (len(tokenizer.encode(text)) or 1)
+    size = tokenizer.vocab_size
+    print(f"{out}: {size} ids, {ratio:.2f} bytes per token. Use it: --tokenizer {out} --vocab_size {size}")
 
 
 def main(argv: list[str], parse_args: Callable) -> None:
     """argv: a verb other than show, and its flags. parse_args: config.parse_args, for the flags about the text."""
-    parser = Parser(prog="data.py")
-    commands = parser.add_subparsers(required=True, metavar="VERB")
-    for verb, about in VERBS.items():
-        commands.add_parser(verb, **about)
-    if argv[:1] and argv[0] in VERBS:
-        parser, argv = commands.choices[argv[0]], argv[1:]
-    spelled = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
-    args = vars(parser.parse_args(spelled))
-    if "path" in args:
+    verb = Parser({"verb": dict(choices=VERBS)}, prog="data.py").parse_args(argv[:1]).verb
+    about = VERBS[verb]
+    args = vars(Parser(about["flags"], prog=f"data.py {verb}", description=about["help"]).parse_args(argv[1:]))
+    if verb == "verify":
         if wrong := [line for path in args["path"] for line in verify(path)]:
             raise UserError("\n".join(wrong))
-        return print(f"{', '.join(map(str, args['path']))}: all is as it should be")
-    needed = {"data", "tokenizer", "vocab_size", "out"} & args.keys()
-    if missing := [f"--{name}" for name in args if name in needed and not args[name]]:
-        hint = "; --tokenizer bytes needs no file" * ("--tokenizer" in missing)
-        raise UserError(f"{parser.prog} needs {', '.join(missing)}{hint}")
+        return print("all is as it should be")
     how = [args.pop(name) for name in ("shard_tokens", "val_every", "vocab_size") if name in args]
-    words = [[f"--{name}", *([value] if isinstance(value, str) else value)] for name, value in args.items() if value]
-    config = parse_args(list(itertools.chain(*words)))
-    sources, out = [file for spec in config.data for file in find_entry(spec, "--data", config)], Path(config.out)
-    if "tokenizer" not in args:
-        return _train_tokenizer(sources, Encoder.of(config), out, *how)
-    files = prepare(sources, Encoder.of(config), out, *how)["files"]
-    print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {plural(len(files), 'shard')}")
-    print(f"Use it: --data {out} --tokenizer {config.tokenizer}")
+    config = parse_args([word for name, values in args.items() if values for word in (f"--{name}", *values)])
+    fields, encoder, out = text_fields(config), Encoder.of(config), Path(config.out)
+    sources = [file for spec in config.data for file in find_files(spec, "--data", fields.get(spec, ""))]
+    if verb == "train-tokenizer":
+        return _train_tokenizer(sources, encoder, out, *how)
+    index = prepare(sources, encoder, out, *how)
+    tell_omissions(index)
+    tokens, shards = sum(file["tokens"] for file in index["files"].values()), plural(len(index["files"]), "shard")
+    print(f"{out}: {tokens} tokens in {shards}. Use it: --data {out} --tokenizer {config.tokenizer}")
