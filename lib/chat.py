@@ -21,7 +21,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.tokenizer import USUAL_NAMES, Tokenizer
+from lib.tokenizer import Tokenizer
 
 # Fields of conversations: a field with all messages, or a pair of fields (user, assistant) with text or messages.
 CHAT_FIELDS = (
@@ -157,12 +157,10 @@ def _unread(fields: dict) -> Notes:
 
 def parse_field(value, name: str, kind: type = list):
     """A list, dict or text; a list or dict may be JSON text."""
-    parsed = value
-    if not isinstance(value, kind):
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
-            parsed = json.loads(value)
-    if isinstance(parsed, kind):
-        return parsed
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        value = value if isinstance(value, kind) else json.loads(value)
+    if isinstance(value, kind):
+        return value
     raise UserError(f"{name} is {value!r:.80}, expected a {kind.__name__}, also as JSON")
 
 
@@ -196,11 +194,11 @@ def _read_message(message) -> dict:
     return out | {"role": role} | ({} if content is None else {"content": content})
 
 
-def _read_call(call):
+def _read_call(call) -> dict:
     call = parse_field(call, "a tool call", dict)
-    function = parse_field(call.get("function", call), "a tool call", dict)
-    with contextlib.suppress(UserError):  # other arguments stay as they are
-        function = function | {"arguments": parse_field(function.get("arguments"), "arguments", dict)}
+    function = call.get("function", call)
+    with contextlib.suppress(TypeError, ValueError):  # other arguments stay as they are
+        function = function | {"arguments": json.loads(function.get("arguments"))}
     return call | {"function": function} if "function" in call else function
 
 
@@ -221,10 +219,7 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
         chat_format = "llama3"
     elif "<|im_start|>" in tokenizer.control:
         chat_format = "chatml"
-    template = CHAT_TEMPLATES[chat_format]
-    for name in USUAL_NAMES:  # in transformers, the folder's settings may not define them
-        template = template.replace(name, repr(tokenizer.names[name]))
-    return template
+    return CHAT_TEMPLATES[chat_format]
 
 
 def _raise_exception(message: str) -> None:
@@ -234,23 +229,13 @@ def _raise_exception(message: str) -> None:
 @functools.cache
 def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     """-> (the template, the expression for a control token)"""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: puts OPEN and CLOSE around its text."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-            return nodes.Scope([begin, *body, end])
-
+    # {% generation %} ... {% endgeneration %} is a scope. They keep their control of white space.
+    source = re.sub(r"{%(\S?)\s+generation\s+(\S?)%}", rf"{{%\1 with %}}{OPEN}{{% if true \2%}}", source)
+    source = re.sub(r"{%(\S?)\s+endgeneration\s+(\S?)%}", rf"{{%\1 endif %}}{CLOSE}{{% endwith \2%}}", source)
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     known = {"raise_exception": _raise_exception, "strftime_now": DATE.strftime}
@@ -286,12 +271,12 @@ def render_chat(
         reasoning = [message.pop(name) for name in REASONING if name in message]
         if reasoning:
             message |= dict.fromkeys(REASONING[:2], reasoning[0])
-    inputs, messages = map_values([inputs or {}, messages], lambda text: _break_up(text, control))
+    inputs = {"tools": None, "documents": None} | (inputs or {})
+    inputs, messages = map_values([inputs, messages], lambda text: _break_up(text, control))
 
     def render(messages, asks=False, inputs=inputs):
-        known = {"tools": None, "documents": None} | inputs
         try:
-            return compiled.render(messages=messages, add_generation_prompt=asks, **known)
+            return compiled.render(messages=messages, add_generation_prompt=asks, **inputs)
         except Exception as e:  # of any kind
             raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
