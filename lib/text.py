@@ -26,6 +26,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import struct
 import sys
 import threading
@@ -562,7 +563,8 @@ def _train_tokenizer(sources, encoder, out, vocab_size):
     tokenizer, text = load_tokenizer(str(out)), "".join(texts[:1000])[:1_000_000]
     ratio = len(text.encode()) / (len(tokenizer.encode(text)) or 1)
     size = tokenizer.vocab_size
-    print(f"{out}: {size} ids, {ratio:.2f} bytes per token. Use it: --tokenizer {out} --vocab_size {size}")
+    print(f"{out}: {size} ids, {ratio:.2f} bytes per token")
+    print(f"Use it: --tokenizer {shlex.quote(str(out))} --vocab_size {size}")
 
 
 def main(argv: list[str], parse_args: Callable) -> None:
@@ -583,4 +585,5 @@ def main(argv: list[str], parse_args: Callable) -> None:
     index = prepare(sources, encoder, out, *how)
     tell_omissions(index)
     tokens, shards = sum(file["tokens"] for file in index["files"].values()), plural(len(index["files"]), "shard")
-    print(f"{out}: {tokens} tokens in {shards}. Use it: --data {out} --tokenizer {config.tokenizer}")
+    print(f"{out}: {tokens} tokens in {shards}")
+    print(f"Use it: {shlex.join(['--data', str(out), '--tokenizer', config.tokenizer])}")
