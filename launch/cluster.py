@@ -351,11 +351,10 @@ def verb_status(out: Path, flags: argparse.Namespace) -> None:
     launch, hosts = read_launch(out)
     say(f"{out}: {state_of(out)}\n{tail(out / 'log.txt', 1)}", end="")
     ask(hosts, launch, "look", gpus=True)
-    table = [("host", "ranks", "load in %, memory in MiB of each GPU")]
+    table = [("host", "processes", "load in %, memory in MiB of each GPU")]
     for host in hosts:
-        answer = {"ranks": "?", "gpus": [host.problem]} | host.last
-        ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
-        table.append((host.label, ranks, "; ".join(answer["gpus"])))
+        answer = {"processes": "?", "gpus": [host.problem]} | host.last
+        table.append((host.label, str(answer["processes"]), "; ".join(answer["gpus"])))
     if hosts:
         say(columns(table))
 

@@ -243,6 +243,8 @@ def torchrun(logs, *words):
 
 
 def describe_end(who, status):
+    if status is None:
+        return f"{who} was gone: killed, or the machine restarted"
     return f"{who} failed with status {status}" if status > 0 else f"{who} was ended by {signal.Signals(-status).name}"
 
 
@@ -337,29 +339,23 @@ def start(request):
 
 
 def look(request):
-    """The state of an attempt on this host: the agent's record; errors; numbers of its processes and ranks; GPUs on
-    request."""
+    """The state of an attempt on this host: the agent's record, errors, number of processes, and GPUs on request."""
     logs = log_folder(request)
     alive = processes(logs)
     record = read_json(logs / "agent.json")  # after the processes: writing the exit status is an agent's last act
     errors = [
         read_json(file) | {"file": str(file.with_name("stderr.log"))} for file in logs.glob("*/attempt_*/*/error.json")
     ]
-    status = record.get("exit", 0)
-    if not alive and "exit" not in record:
-        record["exit"] = None
-        errors.append(
-            {"order": KILLED, "message": f"everything on {request['label']} was gone: killed, or the machine restarted"}
-        )
-    elif status:
+    if not alive:
+        record.setdefault("exit", None)
+    if (status := record.get("exit", 0)) != 0:
         what, file = describe_end(f"the run on {request['label']}", status), str(logs / "agent.stderr.log")
-        errors.append({"order": KILLED if status < 0 else FOLLOWED, "message": what, "file": file})
+        errors.append({"order": FOLLOWED if status and status > 0 else KILLED, "message": what, "file": file})
     errors = [error | {"tail": tail(error.get("file", ""), 30)} for error in errors if "order" in error]
     return {
         **record,
         "errors": errors,
         "processes": len(alive),
-        "ranks": len(set(re.findall(r"\0LOCAL_RANK=(\d+)", "".join(alive.values())))),
         "gpus": query("utilization.gpu,memory.used") if request.get("gpus") else [],
     }
 

@@ -337,7 +337,7 @@ def test_a_host_where_nothing_is_left_says_so(tmp_path):
     request = {"out": str(tmp_path), "label": "a", "id": "x"}
     state = node.look(request)
     assert (state["processes"], state["exit"], state["errors"][0]["order"]) == (0, None, node.KILLED)
-    assert state["errors"][0]["message"].startswith("everything on a was gone")
+    assert state["errors"][0]["message"].startswith("the run on a was gone")
     (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0}')
     assert not node.look(request)["errors"]
 

@@ -405,7 +405,7 @@ def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(chec
     assert 'environment ["2", null, 17]' in log.read_text()
     assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text or "secret" in text]
     assert len(list(run.glob("logs/*/**/*stderr.log"))) == 4  # an agent and a worker each
-    assert re.search(rf"{label} +1 of 1$", checkout.says("status"), re.M)
+    assert re.search(rf"{label} +[1-9]$", checkout.says("status"), re.M)
 
     os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
