@@ -88,17 +88,6 @@ def profile_steps(run) -> profile:
 # ---- the step record
 
 
-def router_figures(sums: Tensor) -> dict[str, float]:
-    """The balancing loss, and each expert's share of the tokens in all layers, as a multiple of an even share. sums: of
-    model.Details.router_sums; a scalar if the model has no experts."""
-    if not sums.dim():
-        return {}
-    *layers, losses, tokens = sums
-    loads = sum(layers)
-    shares = {f"expert_load_{e}": share.item() for e, share in enumerate(loads / loads.mean())}
-    return {"router_aux_loss": (losses[0] / tokens[0]).item()} | shares
-
-
 class Log:
     """The step record. All ranks must hold one and make the same calls, because a record gathers values of all ranks.
 
@@ -221,7 +210,11 @@ class Log:
         for name, loss, tokens in zip(self.sources, *sum(by_source).tolist(), strict=True):
             if tokens:
                 figures[f"loss_{name}"] = loss / tokens
-        figures |= router_figures(sum(router_sums))
+        if self.router_sums.dim():  # of a model with experts
+            *layers, losses, tokens = sum(router_sums)
+            figures["router_aux_loss"] = (losses[0] / tokens[0]).item()
+            loads = sum(layers)  # of each expert, as a multiple of an even share
+            figures |= {f"expert_load_{e}": load.item() for e, load in enumerate(loads / loads.mean())}
         self.by_source.zero_()
         self.router_sums = torch.zeros(())
         return figures

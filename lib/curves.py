@@ -80,11 +80,7 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     figure.savefig(out, dpi=100)
 
 
-def draw_run(folder: Path) -> None:
-    """Draws curves.png in the folder of a run, in one piece."""
-    draw_runs([folder], folder / "curves.tmp.png")
-    os.replace(folder / "curves.tmp.png", folder / "curves.png")
-
-
 if __name__ == "__main__":
-    draw_run(Path(sys.argv[1]))
+    run = Path(sys.argv[1])
+    draw_runs([run], run / "curves.tmp.png")
+    os.replace(run / "curves.tmp.png", run / "curves.png")

@@ -207,25 +207,20 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
 def prepare_python() -> None:
     """Each script calls this before it imports torch. Restarts the script with .venv's Python if this one lacks the
     requirements, raises the limit of open files, and keeps OpenMP threads from spinning."""
-    _use_venv()
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+    venv = Path(__file__).parents[1] / ".venv"
+    python = venv / "bin/python"
+    if missing and python.exists() and Path(sys.prefix).resolve() != venv.resolve():
+        os.execv(python, [str(python), *sys.argv])
+    if missing:
+        say_error(f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first")
+        sys.exit(2)
     # A rank of N has about 2 N sockets, and files of data and checkpoints.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # OpenMP threads that wait for work spin and keep their cores. If another process needs these cores, training
     # becomes 10 to 50 times slower, so they spin only briefly. libgomp reads this when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def _use_venv() -> None:
-    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
-    if not missing:
-        return
-    venv = Path(__file__).parents[1] / ".venv"
-    python = venv / "bin/python"
-    if python.exists() and Path(sys.prefix).resolve() != venv.resolve():
-        os.execv(python, [str(python), *sys.argv])
-    say_error(f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first")
-    sys.exit(2)
 
 
 def end_with_torchrun() -> None:

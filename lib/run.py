@@ -96,8 +96,7 @@ def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in ("tensorboard", "wandb") or importlib.util.find_spec(name) is None:
-            install = f"{sys.executable} -m pip install tensorboard wandb"
-            raise UserError(f"{flag} {name!r}: expected tensorboard or wandb, installed by {install}")
+            raise UserError(f"{flag} {name!r}: expected tensorboard or wandb, after `pip install tensorboard wandb`")
 
 
 # ---- the run
