@@ -548,6 +548,13 @@ def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
         return
     if resume_from.step >= config.steps and not step_folder(Path(config.out), resume_from.step).exists():
         raise UserError(f"--steps {config.steps}: {resume_from.folder} has done {resume_from.step}; give more")
+    # Flags of version 0.3 that have ended, where they made a difference.
+    saved = resume_from.manifest["config"]
+    in_e4m3 = saved.get("fp8_grad_dtype") == "e4m3" and config.fp8 == "tensor"
+    is_balanced = 0 <= saved.get("router_aux_loss_coef", -1) != config.model_config.router_aux_loss_coef
+    for ended, name in ((in_e4m3, "fp8_grad_dtype"), (is_balanced, "router_aux_loss_coef")):
+        if ended:
+            raise UserError(f"{resume_from.folder} needs --{name} {saved[name]}: resume it with version 0.3.0")
     refused = changes(resume_from, config)
     refused = {name: pair for name, pair in refused.items() if name not in config.resume_override}
     if not refused and resume_from.model_config != config.model_config:

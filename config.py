@@ -323,6 +323,8 @@ def make_parser() -> Parser:
 def read_run(folder: Path) -> "Config":
     """The settings of a run folder. Those that this version does not know are left out."""
     values, known = read_object(folder / "flags.json"), {f.name for f in fields(Config)}
+    if isinstance(field := values.get("text_field"), str):  # version 0.3 had one at most
+        values["text_field"] = field.split()
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Config(**{name: value for name, value in (values | lists).items() if name in known})
 

@@ -14,7 +14,6 @@ lib/rows.py reads the rows.
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; [[trained tokens]]
     python data.py show --run RUN --step N                              the rows of a run's step"""
 
-import copy
 import hashlib
 import itertools
 import json
@@ -27,8 +26,8 @@ from functools import cached_property
 from pathlib import Path
 
 from config import Config, check_values, choose_lanes, parse_args, read_run, row_groups, split_batch
-from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import plural, read_ahead, read_object, sample_digest
+from lib.errors import Parser, UserError, naming, prepare_python, run_script
+from lib.files import plural, read_ahead, sample_digest
 from lib.text import main as run_text_command
 
 if __name__ == "__main__":
@@ -43,11 +42,10 @@ from torch import Tensor
 
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
-from lib.rows import Catalog, ChatRows, ShardRows, Stream, permute, split_mixture, turns
-from lib.settle import check_tokenizer
+from lib.rows import Listing, NoRows, find_sources, open_cached, open_source, permute, split_mixture, turns
 from lib.text import VERBS, knows_text, log
 from lib.tokenizer import decode_marked, load_tokenizer, token_sizes
-from model import IGNORE, document_begins
+from shapes import IGNORE, document_begins
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
 
@@ -60,7 +58,7 @@ class Batch:
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64; -100: not trained on
     positions: Tensor | None = None  # [B, T] int64, 0 where a document begins; None: a row is one sequence
-    documents: Tensor | None = None  # with positions: int32, see model.document_begins
+    documents: Tensor | None = None  # with positions: int32, see shapes.document_begins
     sources: Tensor | None = None  # in a mixture: [B] int64, the entry of --data that a row is from
 
     def to(self, device: torch.device) -> "Batch":
@@ -78,9 +76,10 @@ class Loader:
     follow each other, each in another order. Validation goes once through eval_batches global batches, evenly
     spread."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, split: str, catalog: Catalog):
+    def __init__(self, config: Config, rank: int, world_size: int, split: str, found: dict[str, list[Listing]]):
+        """found: from find_sources, with the sources of this split."""
         self.config = config = replace(config, lanes=choose_lanes(config, world_size))
-        self.split = split
+        self.split, flag = split, flag_of(config, split)
 
         # The ranks of a row group share their rows: each reads some columns of them.
         self.row_groups = row_groups(config, world_size)
@@ -90,76 +89,54 @@ class Loader:
         self.columns = slice(index * width, (index + 1) * width)
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # over all ranks
-        self.accumulates = self.step_rows > self.micro_batch * self.row_groups  # several micro-batches in a step
 
         # The sources: each entry of a mixture, or all entries together.
-        flag = "--val_data" if split == "val" and config.val_data else "--data"
-        sources, self.weights = split_mixture(getattr(config, flag[2:]), flag)
-        # For the log: a file's or folder's name; empty for the built-in text.
-        self.names = [re.sub(r"[^\w.*-]+", "-", Path(entries[0]).name) if entries else "" for entries in sources]
-        if len(set(self.names)) < len(sources):
-            self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
-        self.mixture = [f"{name}:{weight}" for name, weight in zip(self.names, self.weights, strict=True)]
-        self.sources = [self._open(catalog.find(entries, flag), flag) for entries in sources]
-        lack = next((s.lack for s in self.sources if s.count == 0), "")
-        others = ", a --val_data, or --eval_every 0" * (split == "val")
-        self.lack = lack and f"The {split} split has {lack}; or give more text{others}"  # the message; empty: rows
+        entries, self.weights = split_mixture(config, flag)
+        with naming(f"The {split} split of {flag}"):
+            self.sources = [open_source(listing, split, config) for listing in found[flag]]
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
-        self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
-        self.separate = config.documents == "separate" or self.is_chat
-        self.epoch_rows = sum(s.count or 0 for s in self.sources)  # of the sources that are not streamed
-
-        # The position.
-        self.samples = 0  # handed out so far, over all ranks, where each step counts as full
-        self.end = math.ceil(config.epochs * self.epoch_rows)  # samples of all --epochs; 0: no end
-        self.lanes = {}  # by source: the positions of its lanes
-        if split == "val":
-            self.val_rows, self.kept_steps = self._validation_rows(), []
-
-    def _open(self, listing, flag):
-        config, val, name = self.config, self.split == "val", listing.files[0].name
-        if not listing.is_stream:
-            shards = listing.splits["train"] + listing.splits["val"] if config.val_data else listing.splits[self.split]
-            delimiter = listing.delimiter if config.delimiter < 0 else config.delimiter
-            return (ChatRows if listing.is_chat else ShardRows)(shards, delimiter, config)
-        if val and flag == "--data":
-            raise UserError(f"--data {name} is streamed: name a --val_data, or turn evaluation off with --eval_every 0")
-        if val and not config.eval_batches:
-            raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
-        rows = self.micro_batch * self.row_groups
-        # Row r is of lane r mod lanes. A lane meets rows / gcd(rows, lanes) places of a micro-batch of all ranks, and
-        # at most that many ranks read it.
-        readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
-        if readers > 1 and not val:
-            log.warning(
-                f"{flag} {name}: every row is read and tokenized {readers} times, because --lanes {config.lanes} is not"
-                f" a multiple of the {rows} rows of a micro-batch of all ranks"
-            )
-        return Stream(listing.files, config)
+        if self.streams and split == "val" and not (config.val_data and config.eval_batches):
+            raise UserError("A stream needs a --val_data and --eval_batches to evaluate, or --eval_every 0")
+        self.separate = config.documents == "separate" or any(s.is_chat for s in self.sources)
+        # For the log: a file's or folder's name; empty for the built-in text.
+        self.names = [re.sub(r"[^\w.*-]+", "-", Path(names[0]).name) if names else "" for names in entries]
+        if len(set(self.names)) < len(entries):
+            self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
+        # samples: handed out so far, over all ranks. lanes: by stream, the positions of its lanes.
+        self.position = {"samples": 0, "lanes": {}}
+        self.kept_steps = []  # of a validation stream
 
     @property
-    def stored(self) -> list:
-        """The sources that are not streamed."""
-        return [s for s in self.sources if s.count]
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.step_rows > self.micro_batch * self.row_groups
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of the sources that are not streamed."""
+        return sum(s.count or 0 for s in self.sources)
+
+    @property
+    def end(self) -> int:
+        """Samples of all --epochs; 0: no end."""
+        return math.ceil(self.config.epochs * self.epoch_rows)
 
     def summary(self, val: "Loader | None") -> list[str]:
         """Lines for the head of the log."""
         c, rows, sizes = self.config, self.config.steps * self.step_rows, []
         for loader in (self, val) if val else (self,):
-            tokens = f"{sum(s.tokens for s in loader.stored)} tokens"
+            tokens = f"{sum(s.tokens for s in loader.sources if s.count)} tokens"
             sizes.append(f"{tokens} and a stream" if loader.streams else tokens)
         lines = [f"Data: {' and, for validation, '.join(sizes)}; {plural(c.steps, 'step')} of {c.batch_tokens} tokens"]
         if len(self.sources) == 1 and self.epoch_rows:
             lines[0] += f" are {min(rows, self.end or rows) / self.epoch_rows:.2f} epochs"
-        lines += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
-        if len(self.mixture) > 1:
-            lines.append(f"A mixture of {', '.join(self.mixture)}")
-        return lines
+        return lines + [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
 
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
         parts = [row for s in self.sources for row in s.describe()]
-        return parts if len(self.mixture) == 1 else [*parts, {"mixture": self.mixture}]
+        mixture = [f"{name}:{weight}" for name, weight in zip(self.names, self.weights, strict=True)]
+        return parts if len(mixture) == 1 else [*parts, {"mixture": mixture}]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -172,40 +149,30 @@ class Loader:
     def state_dict(self) -> dict:
         """The position after the last batch that the caller received. It has the lanes that this rank has read, and all
         lanes of the position where it began."""
-        return {
-            "samples": self.samples,
-            "seq_len": self.config.seq_len,
-            "chat": self.is_chat,
-            "data": self.fingerprint,
-            "lanes": self.lanes,
-            "end": self.end,
-        }
+        chat = any(s.is_chat for s in self.sources)
+        return {"seq_len": self.config.seq_len, "chat": chat, "data": self.fingerprint, **self.position}
 
     def load_state_dict(self, state: dict) -> None:
         """Goes on from a position of state_dict, of any rank or number of ranks. UserError if it is of other data."""
         for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
-                built_in = "" if self.config.data else "; the built-in text changes with Python and torch"
                 raise UserError(
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): give the same"
-                    f" --data and --seq_len, or a new --out{built_in}"
+                    " --data and --seq_len, or a new --out; the built-in text changes with Python and torch"
                 )
-        self.samples, self.lanes = state["samples"], state["lanes"]
-        # Rows that the last step took beyond the end of --epochs.
-        left_out = self.samples - (state.get("end") or self.samples)
-        if left_out > 0 and self.end != state["end"]:
-            log.warning(f"The last step of --epochs was short: {plural(left_out, 'row')} of the next epoch left out")
+        # Version 0.3 counted the rows that the last step of --epochs did not have.
+        samples = min(state["samples"], state.get("end") or state["samples"])
+        self.position = {"samples": samples, "lanes": state["lanes"]}
 
     def text_bytes(self) -> tuple[int, int]:
         """(bytes of text, tokens) of the trained tokens of a validation split on all ranks. (0, 0) if a source is a
         stream, or the text of its tokens is not known."""
         if self.streams or not knows_text(self.config):
             return 0, 0
-        all_ranks = copy.copy(self)  # a loader for all rows, as on a single rank
-        all_ranks.my_group, all_ranks.row_groups, all_ranks.columns = 0, 1, slice(None)
         counts = np.zeros(self.config.model_config.vocab_size, np.int64)
-        for batch in itertools.chain.from_iterable(all_ranks):
-            counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
+        for rows in self._validation_order():
+            _, targets, _ = self._read(*rows)
+            counts += np.bincount(targets[targets != IGNORE], minlength=len(counts))
         sizes = token_sizes(load_tokenizer(self.config.tokenizer))
         return int(counts[: len(sizes)] @ sizes), int(counts.sum())
 
@@ -213,27 +180,28 @@ class Loader:
         if self.split == "val":
             yield from self._validation_steps()
             return
-        for micro_batches, samples, lanes in read_ahead(self._training_steps(self.samples), 1):
-            self.samples, self.lanes = samples, lanes
+        for micro_batches, position in read_ahead(self._training_steps(), 1):
+            self.position = position
             yield micro_batches
 
-    def _training_steps(self, samples: int) -> Iterator[tuple]:
+    def _training_steps(self) -> Iterator[tuple]:
         """(micro-batches, the position after them) without end."""
+        samples = self.position["samples"]
         for i, stream in self.streams.items():
-            stream.start(self.lanes.get(i, {}))
+            stream.start(self.position["lanes"].get(i, {}))
         try:
             while True:
                 stop = samples + self.step_rows
-                last = min(stop, self.end) if samples < self.end else stop  # the last step of --epochs may be short
-                micro_batches = self._micro_batches(*self._rows_of(np.arange(samples, last)))
-                samples = stop
-                yield micro_batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
+                if samples < self.end < stop:  # the last step of --epochs
+                    stop = self.end
+                micro_batches = self._micro_batches(*self._rows_of(np.arange(samples, stop)))
+                samples, lanes = stop, {i: dict(s.positions) for i, s in self.streams.items()}
+                yield micro_batches, {"samples": samples, "lanes": lanes}
         finally:
             self._close()
 
     def _validation_steps(self) -> Iterator[list[Batch]]:
-        n, (source, row) = self.step_rows, self.val_rows
-        steps = (self._micro_batches(source[i : i + n], row[i : i + n]) for i in range(0, len(row), n))
+        steps = (self._micro_batches(*rows) for rows in self._validation_order())
         if self.streams:  # they are read once, and their rows kept
             self.kept_steps = steps = self.kept_steps or list(steps)
             self._close()
@@ -257,19 +225,30 @@ class Loader:
                     row[now] = permute(in_epoch[now], s.count, key)
         return source, row
 
-    def _validation_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(source, row in the source) of all rows that are evaluated."""
+    def _validation_order(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(source, row in the source) of all rows that are evaluated, for each step."""
         limit, counts = self.config.eval_batches * self.step_rows, [s.count for s in self.sources]
-        if not limit:
-            return np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(n) for n in counts])
-        source, row = turns(np.arange(limit), self.weights)
-        for i, n in enumerate(counts):
-            if n is not None:
-                kept = (source != i) | (row < n)
-                source, row = source[kept], row[kept]
-                ours = source == i
-                row[ours] = row[ours] * n // ours.sum()  # spread evenly over the source's n rows
-        return source, row
+        if limit:
+            source, row = turns(np.arange(limit), self.weights)
+            for i, n in enumerate(counts):
+                if n is not None:
+                    kept = (source != i) | (row < n)
+                    source, row = source[kept], row[kept]
+                    ours = source == i
+                    row[ours] = row[ours] * n // ours.sum()  # spread evenly over the source's n rows
+        else:
+            source, row = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(n) for n in counts])
+        for start in range(0, len(row), self.step_rows):
+            yield source[start : start + self.step_rows], row[start : start + self.step_rows]
+
+    def _read(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tokens, targets, begins [n, T] of rows; a source of -1 gives a row that is not trained on."""
+        shape = len(row), self.config.seq_len
+        tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
+        for i, s in enumerate(self.sources):
+            ours = source == i
+            tokens[ours], targets[ours], begins[ours] = s.rows(row[ours])
+        return tokens, targets, begins
 
     def _micro_batches(self, source: np.ndarray, row: np.ndarray) -> list[Batch]:
         """This rank's micro-batches of a step, whose rows are given for all ranks: row (m * row_groups + my_group) *
@@ -279,36 +258,27 @@ class Loader:
         mine = (starts[:, None] + np.arange(self.micro_batch)).ravel()
         real = mine < len(row)
         mine = np.where(real, mine, 0)
-        source, row = source[mine], row[mine]
-        shape = len(mine), self.config.seq_len
-        tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
-        for i, s in enumerate(self.sources):
-            ours = real & (source == i)
-            tokens[ours], targets[ours], begins[ours] = s.rows(row[ours])
-        arrays = tokens[:, self.columns], targets[:, self.columns], begins, source
-        out = []
-        parts = (torch.from_numpy(array).split(self.micro_batch) for array in arrays)
-        for *tokens_and_targets, begins, source in zip(*parts, strict=True):
-            positions, documents = _positions(begins) if self.separate else (None, None)
-            out.append(Batch(*tokens_and_targets, positions, documents, source if len(self.sources) > 1 else None))
+        tokens, targets, begins = self._read(np.where(real, source[mine], -1), row[mine])
+        arrays, out = (tokens[:, self.columns], targets[:, self.columns], begins, source[mine]), []
+        for *parts, begins, source in zip(*(torch.from_numpy(a).split(self.micro_batch) for a in arrays), strict=True):
+            positions = documents = None
+            if self.separate:
+                begins[:, 0] = True  # a row begins a document, too
+                index = torch.arange(begins.shape[1])
+                positions = index - torch.where(begins, index, 0).cummax(1).values
+                documents = document_begins(positions)
+            out.append(Batch(*parts, positions, documents, source if len(self.sources) > 1 else None))
         return out
 
 
-def _positions(begins: Tensor) -> tuple[Tensor, Tensor]:
-    """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows. A row begins one, too: that
-    changes `begins`."""
-    begins[:, 0] = True
-    index = torch.arange(begins.shape[1])
-    positions = index - torch.where(begins, index, 0).cummax(1).values
-    return positions, document_begins(positions)
+def flag_of(config: Config, split: str) -> str:
+    """The flag that names the data of a split."""
+    return "--val_data" if split == "val" and config.val_data else "--data"
 
 
-def make_loader(config: Config, rank=0, world_size=1, split="train", catalog: Catalog | None = None) -> Loader:
+def make_loader(config: Config, rank=0, world_size=1, split="train") -> Loader:
     """split: "train" or "val". UserError if it has no row."""
-    loader = Loader(config, rank, world_size, split, catalog or Catalog(config))
-    if loader.lack:
-        raise UserError(loader.lack)
-    return loader
+    return Loader(config, rank, world_size, split, find_sources(config, [flag_of(config, split)]))
 
 
 def epochs_as_steps(config: Config, world_size: int) -> Config:
@@ -321,49 +291,37 @@ def epochs_as_steps(config: Config, world_size: int) -> Config:
     return config
 
 
-def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = None) -> list[Loader]:
-    """open_loaders, for rank 0. Refuses a tokenizer that does not fit the model, the weights or the shards, and
-    ids beyond the vocabulary among the first 2^24 tokens of a source; other ids are checked when a step reads them."""
-    if knows_text(config):
-        check_tokenizer(config)
-    loaders = open_loaders(config, 0, world_size, catalog or Catalog(config))
-    sources = [source for loader in loaders for source in loader.stored]
-    for source in sources:
-        source.read(0, min(source.tokens, CHECKED))
-    if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
-        raise UserError("--chat_fields and --long_chats are for conversations, and --data has none: leave them out")
-    if config.data_dtype and all(shard.offset for source in sources for shard in source.shards):
-        raise UserError(f"--data_dtype {config.data_dtype} is for headerless files, and there are none: leave it out")
-    return loaders
-
-
-def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> list[Loader]:
-    """For training and, if the run evaluates, for validation. A run whose --data is too short for a validation row
-    skips evaluation, with a warning."""
-    loaders = [make_loader(config, rank, world_size, "train", catalog)]
-    if config.eval_every:
-        val = Loader(config, rank, world_size, "val", catalog)
-        if not val.lack:
-            return [*loaders, val]
-        if config.val_data:
-            raise UserError(val.lack)
-        log.warning(f"{val.lack}. This run skips evaluation")
-    return loaders
-
-
 def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
-    """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it finds and checks the
-    data, and tells the others the files, their sizes and the fingerprint. All ranks must call."""
-    catalog, loaders = Catalog(config), []
+    """The loaders for training and, if the run evaluates, for validation. A run whose --data is too short for a
+    validation row skips evaluation, with a warning. Rank 0 goes first: it finds the files, and checks the ids of the
+    first 2^24 tokens of a source; others are checked when a step reads them. All ranks must call."""
+    loaders = []
+
+    def open_loaders(found) -> None:
+        loaders.append(Loader(config, ranks.rank, ranks.world_size, "train", found))
+        if config.eval_every:
+            try:
+                loaders.append(Loader(config, ranks.rank, ranks.world_size, "val", found))
+            except NoRows as e:
+                if config.val_data:
+                    raise
+                log.warning(f"{e}. This run skips evaluation")
 
     def look_up() -> tuple:
-        loaders.extend(open_checked(config, ranks.world_size, catalog))
-        return catalog.listings, loaders[0].fingerprint
+        found = find_sources(config, ["--data"] + ["--val_data"] * bool(config.eval_every and config.val_data))
+        open_loaders(found)
+        sources = [source for loader in loaders for source in loader.sources]
+        for source in sources:
+            if source.count:
+                source.read(0, min(source.tokens, CHECKED))
+        if config.chat_fields and not any(source.is_chat for source in sources):
+            raise UserError("--chat_fields is for conversations, and --data has none: leave it out")
+        return found, loaders[0].fingerprint
 
-    listings, fingerprint = on_first_rank(look_up, ranks)
+    found, fingerprint = on_first_rank(look_up, ranks)
     if not loaders:
-        catalog.accept(listings)
-        loaders = open_loaders(config, ranks.rank, ranks.world_size, catalog)
+        open_cached(found, config)
+        open_loaders(found)
     loaders[0].fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files
     return loaders[0], loaders[1] if len(loaders) > 1 else None
 
@@ -371,32 +329,20 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
 # ---- the command line
 
 
-def steps_of_run(run: Path, step: int) -> tuple[Loader, Iterator[list[Batch]]]:
-    """-> (the loader of a run, its steps from this one on). A stream is read from the newest checkpoint before it, or
-    from the start."""
-    loader = make_loader(read_run(run))
-    saved = [path for path in run.glob("checkpoints/step-*/manifest.json") if int(path.parent.name[5:]) < step]
-    if saved:
-        loader.load_state_dict(read_object(max(saved))["position"])
-    first = (step - 1) * loader.step_rows
+def show(loader: Loader, step: int, n: int) -> Iterator[str]:
+    """Up to n rows from a step on as the model sees them, decoded, document by document. Trained tokens are marked. A
+    stream is read from its start."""
+    tokenizer, first = load_tokenizer(loader.config.tokenizer), (step - 1) * loader.step_rows
     if not loader.streams:
-        loader.samples = first
+        loader.position["samples"] = first
     steps = iter(loader)
-    while loader.samples < first:
+    while loader.position["samples"] < first:
         next(steps)
-    return loader, steps
-
-
-def show(loader: Loader, steps: Iterator[list[Batch]], n: int) -> Iterator[str]:
-    """Up to n rows of a loader's steps as the model sees them, decoded, document by document. Trained tokens
-    are marked. The last line explains which conversations are held out for validation."""
-    config, tokenizer = loader.config, load_tokenizer(loader.config.tokenizer)
-    count = min(n, loader.epoch_rows or n)
     rows = ((batch, i) for batches in steps for batch in batches for i in range(len(batch.tokens)))
-    for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
+    for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
         out = [f"--- row {number}"]
-        for start, stop in itertools.pairwise([*starts, config.seq_len]):
+        for start, stop in itertools.pairwise([*starts, loader.config.seq_len]):
             tokens, targets = batch.tokens[i, start:stop].tolist(), batch.targets[i, start:stop].tolist()
             trained = [target != IGNORE for target in targets]
             if not any(trained):
@@ -407,13 +353,6 @@ def show(loader: Loader, steps: Iterator[list[Batch]], n: int) -> Iterator[str]:
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
             out.append(decode_marked(tokenizer, tokens, [False, *trained]))
         yield "\n".join(out)
-    if count < n:
-        yield f"--- these are all rows: {count}"
-    if loader.is_chat and not config.val_data:
-        yield (
-            "--- not shown: every 20th conversation (--val_every-th in a prepared folder) is held out for validation;"
-            " with --val_data FILE, all are trained on"
-        )
 
 
 def main(argv: list[str]) -> None:
@@ -422,14 +361,11 @@ def main(argv: list[str]) -> None:
     verb = VERBS["show"]
     parser = Parser(verb["flags"], prog="data.py show", description=verb["help"])
     args, words = parser.parse_known_args(argv[1:])
-    if bool(args.run) != bool(args.step) or args.run and words:
-        raise UserError(f"show takes either --run RUN --step N, or the flags of train.py; not {' '.join(words)}")
-    if args.run:
-        loader, steps = steps_of_run(args.run, args.step)
-    else:
-        loader = make_loader(parse_args(words))
-        steps = iter(loader)
-    for text in show(loader, steps, args.n or (loader.step_rows if args.run else 3)):
+    if args.run and words:
+        raise UserError(f"show --run takes no {words[0]}: the run has its flags")
+    loader = make_loader(read_run(args.run) if args.run else parse_args(words))
+    rows = args.n or (loader.step_rows if args.step else min(3, loader.epoch_rows or 3))
+    for text in show(loader, args.step or 1, rows):
         print(text, flush=True)
 
 

@@ -28,10 +28,8 @@ from torch import Tensor, nn
 
 from attention import PACKED, WHOLE, attention_of_part
 from rope import apply_rope, rope_table
+from shapes import IGNORE, ModelConfig, document_begins
 from shapes import MODELS as MODELS  # so that `from model import MODELS` works
-from shapes import ModelConfig
-
-IGNORE = -100  # the target of a token that is not trained on
 
 
 class Linear(nn.Linear):
@@ -341,13 +339,6 @@ def document_mask(positions: Tensor) -> Tensor:
     document = (positions == 0).cumsum(1)
     same = document[:, :, None] == document[:, None, :]
     return same.tril()[:, None]
-
-
-def document_begins(positions: Tensor) -> Tensor:
-    """int32 [n]: where documents begin in the flattened rows, filled up with B T to a multiple of 64, as the packed
-    back-ends take it: the backward pass of their kernels needs memory for every entry. On a GPU the host waits."""
-    begins = (positions.flatten() == 0).nonzero()[:, 0].int()
-    return F.pad(begins, (0, 64 - len(begins) % 64), value=positions.numel())
 
 
 class Details(NamedTuple):

@@ -4,6 +4,8 @@ Nothing here imports torch: the command line looks shapes up before torch is loa
 
 from dataclasses import dataclass
 
+IGNORE = -100  # the target of a token that is not trained on
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -294,3 +296,13 @@ MODELS: dict[str, ModelConfig] = {
         **TINY | dict(ffn_dim=48), qk_norm=True, mlp="moe", n_experts=16, top_k=4, router_aux_loss_coef=0.001
     ),
 }
+
+
+def document_begins(positions):
+    """positions [B, T] -> int32 [n]: where documents begin in the flattened rows, filled up with B T to a multiple of
+    64, as the packed back-ends take it: the backward pass of their kernels needs memory for every entry. On a GPU the
+    host waits."""
+    begins = (positions.flatten() == 0).nonzero()[:, 0].int()
+    filled = begins.new_full((len(begins) // 64 * 64 + 64,), positions.numel())
+    filled[: len(begins)] = begins
+    return filled

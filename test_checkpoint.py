@@ -10,7 +10,7 @@ import shutil
 import sys
 import zlib
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_round_trip_is_bit_exact(tmp_path, monkeypatch, name):
     found, skipped = checkpoint.find(replace(config, out=str(tmp_path / "moved")))
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
     assert_equal(model, optimizer, other, other_optimizer)
-    assert (found.step, found.manifest["position"], skipped) == (3, {"samples": 5}, [])
+    assert (found.step, found.manifest["position"]["samples"], skipped) == (3, 5, [])
     assert {v.file for k, v in found.layouts.items() if k.startswith("step.")} == {"rank-*.safetensors"}
     whole = model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
@@ -110,6 +110,29 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
     rewrite(folder, lambda m: m["model"].pop("tied"))
     with pytest.raises(UserError, match="--model was .*tied=False.*, is .*tied=True"):
         checkpoint.refuse_changes(checkpoint.find(config)[0], config)
+
+
+@pytest.mark.parametrize("flags, ended, refused", [
+    ("", {"replicas_every": 7, "fp8_log_every": 7, "check": 4, "fp8_grad_dtype": "auto"}, ""),
+    ("", {"router_aux_loss_coef": -1.0, "fp8_grad_dtype": "e4m3", "text_field": "body"}, ""),
+    ("", {"router_aux_loss_coef": 0.02}, ""),  # the model's
+    ("", {"router_aux_loss_coef": 0.5}, "needs --router_aux_loss_coef 0.5: resume it with version 0.3.0"),
+    ("--fp8 tensor", {"fp8_grad_dtype": "e5m2"}, ""),
+    ("--fp8 tensor", {"fp8_grad_dtype": "e4m3"}, "needs --fp8_grad_dtype e4m3: resume it with version 0.3.0"),
+    ("--fp8 row", {"fp8_grad_dtype": "e4m3"}, ""),
+])  # fmt: skip
+def test_a_checkpoint_of_version_0_3_with_flags_that_have_ended(tmp_path, flags, ended, refused):
+    config = parse_args([*flags.split(), "--model", "tiny-mixtral", "--steps", "9", "--out", str(tmp_path)])
+    folder = checkpoint.step_folder(tmp_path, 4)
+    folder.mkdir(parents=True)
+    manifest = {"format": 4, "step": 4, "config": asdict(config) | ended, "model": asdict(config.model_config)}
+    manifest = json.loads(json.dumps(manifest | {"tensors": {}, "files": [], "position": {"samples": 8}}))
+    manifest["model"]["router_aux_loss_coef"] = max(0.02, ended.get("router_aux_loss_coef", -1))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)}))
+    found, _ = checkpoint.find(checkpoint.keep_defaults(config))
+    assert found.step == 4
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        checkpoint.refuse_changes(found, config)
 
 
 def reshard() -> None:

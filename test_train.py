@@ -236,7 +236,7 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "a model for --lora_weights": (["--weights", "{hf}", "--lora_weights", "{hf}"], "hf: expected a PEFT adapter: "),
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
-    "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "have 300: name"),
+    "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "has 300: give"),
     "more ids than the weights": (["--weights", "{less}", "--tokenizer", "bytes"], "ze_token_embeddings(258)"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a prompt in Latin-1": (

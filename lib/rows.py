@@ -14,8 +14,6 @@ its rows. The position of a lane is (rows given, epoch, file, row, token in that
 out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
 processes tokenise."""
 
-import copy
-import functools
 import hashlib
 import itertools
 import json
@@ -36,13 +34,12 @@ from lib.files import plural, read_ahead, retry
 from lib.readers import SHARD, VAL_EVERY, TextFile, builtin_file
 from lib.text import ID, TRAINED, Encoder, Shard, find_shard, prepare, read_index, split_weight, text_fields
 from lib.tokenizer import load_tokenizer
-from model import IGNORE
+from shapes import IGNORE
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 CACHE = Path(__file__).parent.parent / "cache"
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
-OPEN_FILES = 64  # shards that a process keeps open
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
 
 
@@ -84,18 +81,29 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
     return source, number
 
 
-def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
-    """Entries of --data -> the entries of each source of a mixture, and its weight. Without weights, one source."""
+def split_mixture(config: Config, flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
+    """A flag -> the entries of each source of its mixture, and the weights. Without weights, one source."""
+    entries = getattr(config, flag[2:])
     parsed = [split_weight(e) for e in entries]
     weights = [w for _, w in parsed if w is not None]
     if not weights:
-        return [tuple(entries)], [Fraction(1)]
+        return [entries], [Fraction(1)]
     if len(weights) < len(parsed) or min(weights) < 0 or not sum(weights):
         raise UserError(f"{flag} {' '.join(entries)}: give each entry a weight, none negative, as in A:0.7 B:0.3")
     return [(spec,) for spec, _ in parsed], weights
 
 
 # ---- what entries of --data name
+
+
+class Listing(NamedTuple):
+    """What the entries of a source name: all that other ranks need to know."""
+
+    files: list[TextFile]
+    shards: dict[str, list[Shard]] | None = None  # by split; None: a stream
+    delimiter: int | None = None  # the id before a document, if the shards agree on one
+    is_chat: bool = False
+    tokenizers: dict[str, str] = {}  # fingerprint -> the folder whose index.json records it
 
 
 def cache_of(config: Config) -> Path:
@@ -105,125 +113,107 @@ def cache_of(config: Config) -> Path:
     return folder
 
 
-open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", buffering=0))
+def find_sources(config: Config, flags: list[str]) -> dict[str, list[Listing]]:
+    """The sources of --data or --val_data, by flag. Text that is in no cache is tokenized. Refuses data of several
+    tokenizers. Rank 0 calls it, and sends the result to the other ranks."""
+    found = {flag: [_find(entries, flag, config) for entries in split_mixture(config, flag)[0]] for flag in flags}
+    tokenizers = {}
+    if config.tokenizer != "bytes":
+        tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
+    for listing in itertools.chain(*found.values()):
+        tokenizers |= listing.tokenizers
+    if len(tokenizers) > 1:
+        raise UserError(f"The data were tokenised by several tokenizers: {'; '.join(tokenizers.values())}")
+    return found
+
+
+def _find(entries, flag, config):
+    """Text of addresses is streamed, and with --stream all text. Conversations never are; the first good row
+    decides."""
+    fields = text_fields(config)
+    files = [file for entry in entries for file in text.find_files(entry, flag, fields.get(entry, ""))]
+    is_text = all(file.kind != SHARD for file in files)
+    if is_text and any(config.stream or file.store for file in files):
+        jobs = ((0, file, [row]) for file in files for row in file.rows(0, 0))
+        report = {"kind": "", "bad": 0, "notes": {}}
+        with ThreadPoolExecutor(1) as pool:
+            next(text.encode(jobs, Encoder.of(config), pool, 0, report), None)
+        if report["kind"] != "chat":
+            return Listing(files)
+    return _open(files or [builtin_file()], flag, config)
+
+
+def open_cached(found: dict[str, list[Listing]], config: Config) -> None:
+    """For other ranks than 0: opens what each machine has in its own cache, tokenized text and copies of remote files,
+    in place of rank 0's."""
+    for flag, listings in found.items():
+        for i, theirs in enumerate(listings):
+            if theirs.shards and any(file.store or file.kind != SHARD for file in theirs.files):
+                listings[i] = ours = _open(theirs.files, flag, config)
+                if [s.sha256 for s in ours.shards["train"]] != [s.sha256 for s in theirs.shards["train"]]:
+                    raise UserError(f"{theirs.files[0].name} on {platform.node()} is not rank 0's: copy it again")
+
+
+def _open(files, flag, config):
+    """The shards of each split; first tokenizes text into a folder of the cache. --val_data lets all shards of --data
+    train, but another tool's that are named *val*. Without it, such shards are held out, or, if there are none, the
+    last 1/20 of each shard."""
+    cache, splits, delimiters, kinds = cache_of(config), {"train": [], "val": []}, set(), set()
+    local = text.fetch_all(files, cache)
+    shards = [file for file in local if file.kind == SHARD]
+    some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
+    if texts := [file for file in local if file.kind != SHARD]:
+        encoder = Encoder.of(config)
+        key = text.key_of(texts, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
+        folder = cache / f"{Path(texts[0].name).name.partition('.')[0]}-{key[:12]}"
+        prepare(texts, encoder, folder)
+        shards += text.find_files(str(folder), flag)
+    indexes = {folder: read_index(Path(folder)) for folder in {os.path.dirname(file.name) for file in shards}}
+    for index in indexes.values():
+        text.tell_omissions(index)
+    for path, size, *_ in shards:
+        progress.advance()
+        folder, name = os.path.split(path)
+        index, is_val = indexes[folder], VAL_NAME.search(name)
+        shard, delimiter = find_shard(path, size, config.data_dtype, index.get("files", {}).get(name))
+        if not index and is_val and config.val_data and flag == "--data":
+            continue  # the validation shards of a folder from another tool
+        delimiters.add(index.get("delimiter", delimiter))
+        kinds.add(index.get("kind", "text"))
+        held_out = 0 if index or some_named else shard.tokens // VAL_EVERY
+        cut = 0 if is_val else shard.tokens - held_out
+        splits["train"].append(shard.part(0, cut))
+        splits["val"].append(shard.part(cut, shard.tokens))
+    if len(kinds) > 1:
+        raise UserError(f"{flag}: {text.MIXED}")
+    delimiter = delimiters.pop() if len(delimiters) == 1 else None
+    recorded = {i["fingerprint"]: f"{path} with --tokenizer {i['tokenizer']}" for path, i in indexes.items() if i}
+    return Listing(files, splits, delimiter, kinds == {"chat"}, recorded)
+
+
+# ---- sources
+
+
+class NoRows(UserError):
+    """A split has fewer tokens than a row."""
+
+
+def open_source(listing: Listing, split: str, config: Config):
+    """The rows of a split: "train" or "val"."""
+    if listing.shards is None:
+        return Stream(listing.files, config)
+    shards = listing.shards["train"] + listing.shards["val"] if config.val_data else listing.shards[split]
+    delimiter = listing.delimiter if config.delimiter < 0 else config.delimiter
+    return (ChatRows if listing.is_chat else ShardRows)(shards, delimiter, config)
 
 
 def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
     """Tokens start ... stop - 1 of a shard, without those beyond its end."""
-    part = shard.part(start, min(stop, shard.tokens))
-    size = part.width * part.tokens
-
-    def read():
-        try:
-            return os.pread(open_file(shard.path).fileno(), size, part.offset)
-        except OSError:
-            open_file.cache_clear()  # a stale handle of a network file system stays stale
-            raise
-
-    content = retry(read, shard.path)
-    if len(content) < size:
-        raise UserError(f"{shard.path} on {platform.node()} is shorter than at the start: copy it again")
-    return np.frombuffer(content, f"<u{shard.width}")
-
-
-class Listing(NamedTuple):
-    """What the entries of a source name. A listing of shards is all that other ranks need to know."""
-
-    flag: str
-    files: list[TextFile]
-    is_stream: bool = False
-    splits: dict[str, list[Shard]] | None = None  # not of a stream
-    delimiter: int | None = None  # the id before a document, if the shards agree on one
-    is_chat: bool = False
-
-
-class Catalog:
-    """The listings of all sources, by the entries of --data and --val_data. Rank 0 finds and opens the files once, and
-    sends its listings to the other ranks."""
-
-    def __init__(self, config: Config):
-        self.config, self.listings, self.indexes = config, {}, {}
-        self.tokenizers = {}  # {fingerprint: who names it}
-        if config.tokenizer != "bytes":
-            self.tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
-
-    def find(self, specs: tuple[str, ...], flag: str) -> Listing:
-        """Text of addresses is streamed, and with --stream all text. Conversations never are; the first good row
-        decides."""
-        if specs not in self.listings:
-            config, fields = self.config, text_fields(self.config)
-            files = [file for spec in specs for file in text.find_files(spec, flag, fields.get(spec, ""))]
-            is_text = all(file.kind != SHARD for file in files)
-            is_stream = is_text and any(config.stream or file.store for file in files)
-            if is_stream:
-                jobs = ((0, file, [row]) for file in files for row in file.rows(0, 0))
-                report = {"kind": "", "bad": 0, "notes": {}}
-                with ThreadPoolExecutor(1) as pool:
-                    next(text.encode(jobs, Encoder.of(config), pool, 0, report), None)
-                is_stream = report["kind"] != "chat"
-            listing = Listing(flag, files or [builtin_file()], is_stream)
-            self.listings[specs] = listing if is_stream else self._open(listing)
-        return self.listings[specs]
-
-    def accept(self, listings: dict[tuple[str, ...], Listing]) -> None:
-        """Takes rank 0's listings. Text is tokenized on each machine that has its own cache."""
-        for specs, theirs in listings.items():
-            ours, is_cached = theirs, any(file.store or file.kind != SHARD for file in theirs.files)
-            if is_cached and not theirs.is_stream:
-                ours = self._open(theirs)
-                if [s.sha256 for s in ours.splits["train"]] != [s.sha256 for s in theirs.splits["train"]]:
-                    raise UserError(f"{theirs.flag} {specs[0]} on {platform.node()} is not rank 0's: copy it again")
-            self.listings[specs] = ours
-
-    def _open(self, listing: Listing) -> Listing:
-        """Adds the shards of each split; first tokenizes text into a folder of the cache. --val_data lets all shards of
-        --data train, but another tool's that are named *val*. Without it, such shards are held out, or, if there are
-        none, the last 1/20 of each shard."""
-        config, cache = self.config, cache_of(self.config)
-        splits, delimiters, kinds = {"train": [], "val": []}, set(), set()
-        files = text.fetch_all(listing.files, cache)
-        shards = [file for file in files if file.kind == SHARD]
-        some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
-        if texts := [file for file in files if file.kind != SHARD]:
-            encoder = Encoder.of(config)
-            key = text.key_of(texts, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
-            folder = cache / f"{Path(texts[0].name).name.partition('.')[0]}-{key[:12]}"
-            prepare(texts, encoder, folder)
-            shards += text.find_files(str(folder), "--data")
-        for path, size, *_ in shards:
-            progress.advance()
-            folder, name = os.path.split(path)
-            index, is_val = self._index(folder), VAL_NAME.search(name)
-            shard, delimiter = find_shard(path, size, config.data_dtype, index.get("files", {}).get(name))
-            if not index and is_val and config.val_data and listing.flag == "--data":
-                continue  # the validation shards of a folder from another tool
-            delimiters.add(index.get("delimiter", delimiter))
-            kinds.add(index.get("kind", "text"))
-            held_out = 0 if index or some_named else shard.tokens // VAL_EVERY
-            cut = 0 if is_val else shard.tokens - held_out
-            splits["train"].append(shard.part(0, cut))
-            splits["val"].append(shard.part(cut, shard.tokens))
-        if len(kinds) > 1:
-            raise UserError(f"{listing.flag}: {text.MIXED}")
-        delimiter = delimiters.pop() if len(delimiters) == 1 else None
-        return listing._replace(splits=splits, delimiter=delimiter, is_chat=kinds == {"chat"})
-
-    def _index(self, folder):
-        """Reads the index of a folder once. Refuses data of several tokenizers."""
-        if folder not in self.indexes:
-            self.indexes[folder] = index = read_index(Path(folder))
-            text.tell_omissions(index)
-            if index:
-                self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
-            if len(self.tokenizers) > 1:
-                raise UserError(
-                    f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Name the"
-                    " right --tokenizer, or prepare the text again"
-                )
-        return self.indexes[folder]
-
-
-# ---- sources
+    path, count, width, offset, *_ = shard.part(start, min(stop, shard.tokens))
+    tokens = retry(lambda: np.fromfile(path, f"<u{width}", count, offset=offset), path)
+    if len(tokens) < count:
+        raise UserError(f"{path} on {platform.node()} is shorter than at the start: copy it again")
+    return tokens
 
 
 def _shift_targets(source, blocks):
@@ -237,8 +227,7 @@ class ShardRows:
     """Rows of seq_len tokens of a long sequence: stretches of shards, one after another. A delimiter begins each
     document; None: unknown. Reading an id beyond the vocabulary raises UserError."""
 
-    note, id_bits = "", np.uint32(2**32 - 1)
-    lack = ""  # the message if there is no row
+    note, id_bits, is_chat = "", np.uint32(2**32 - 1), False
 
     def __init__(self, shards: list[Shard], delimiter: int | None, config: Config):
         self.shards, self.delimiter, self.config = [shard for shard in shards if shard.tokens], delimiter, config
@@ -250,27 +239,23 @@ class ShardRows:
     def _arrange(self):
         T = self.config.seq_len
         if self.config.documents == "separate" and self.delimiter is None:
-            raise UserError(
-                "--documents separate: these shards do not say which id begins a document: give --delimiter ID"
-            )
+            raise UserError("--documents separate: no shard says which id begins a document: give --delimiter ID")
         self.count = max(0, self.tokens - 1) // T
         if not self.count:
-            self.lack = f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}: a smaller --seq_len"
+            raise NoRows(f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}: a smaller --seq_len")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
-        pieces = zip(self.shards[first - 1 : end], self.bounds[first - 1 : end], strict=True)
-        tokens = np.concatenate([read_shard(shard, max(start - begin, 0), stop - begin) for shard, begin in pieces])
-        ids, vocab_size = tokens & self.id_bits, self.config.model_config.vocab_size
-        if ids.max() >= vocab_size:
-            at = start + ids.argmax()
-            i = np.searchsorted(self.bounds, at, side="right") - 1
-            place = f"{self.shards[i].path} at token {self.shards[i].first + at - self.bounds[i]}"
-            raise UserError(
-                f"{place}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
-                " tokenizer and --model (or --vocab_size) must match"
-            )
-        return tokens
+        pieces, vocab_size = [], self.config.model_config.vocab_size
+        for shard, begin in zip(self.shards[first - 1 : end], self.bounds[first - 1 : end], strict=True):
+            tokens = read_shard(shard, max(start - begin, 0), stop - begin)
+            if (largest := (tokens & self.id_bits).max()) >= vocab_size:
+                raise UserError(
+                    f"{shard.path}: id {largest}, but the model's vocab_size is {vocab_size}: tokenizer and --model"
+                    " (or --vocab_size) must match"
+                )
+            pieces.append(tokens)
+        return np.concatenate(pieces)
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = self.config.seq_len
@@ -284,7 +269,7 @@ class ShardRows:
 class ChatRows(ShardRows):
     """Conversations packed into rows. One of n tokens takes n - 1 places: its last token is only ever a target."""
 
-    id_bits = ID
+    id_bits, is_chat = ID, True
 
     def _arrange(self):
         config, T = self.config, self.config.seq_len
@@ -299,23 +284,18 @@ class ChatRows(ShardRows):
             kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
+        note = f"{plural(total, 'conversation')}, {(is_long & kept).sum()} truncated to --seq_len {T} and"
+        note = f"{note} {total - count} dropped"
         if not count:
-            self.count = 0
-            too_long = f"{is_long.sum()} are longer than --seq_len {T}"
-            self.lack = f"{plural(total, 'conversation')}, and none is left ({too_long}): a larger --seq_len"
-            return
+            raise NoRows(f"{note}: a larger --seq_len")
         if total - count > total / 100:
-            text.log.warning(f"dropped {total - count} of {plural(total, 'conversation')}: give a larger --seq_len")
+            text.log.warning(f"{note}: give a larger --seq_len")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
-        untrained = "" if config.long_chats == "drop" else " because no trained token would be left"
-        self.note = (
-            f"{plural(total, 'conversation')}, {(is_long & kept).sum()} truncated to --seq_len {T} and"
-            f" {total - count} dropped"
-            f"{untrained}, packed into {plural(self.count, 'row')}, {self.lengths.sum() / (self.count * T):.1%} full"
-        )
+        full = self.lengths.sum() / (self.count * T)
+        self.note = f"{note}, packed into {plural(self.count, 'row')}, {full:.1%} full"
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shape = len(index), self.config.seq_len
@@ -346,18 +326,19 @@ class Position(NamedTuple):
 
 def merge_positions(states: list[dict]) -> dict:
     """Merges the positions of all ranks. Any number of ranks can resume from the result."""
-    merged = copy.deepcopy(states[0])
-    for source, lanes in merged.get("lanes", {}).items():
-        for state in states[1:]:
-            for lane, position in state["lanes"][source].items():
+    merged = {}
+    for state in states:
+        for source, positions in state.get("lanes", {}).items():
+            lanes = merged.setdefault(source, {})
+            for lane, position in positions.items():
                 lanes[lane] = max(position, lanes.get(lane, position))  # the later: its first field, given
-    return merged
+    return states[0] | {"lanes": merged}
 
 
 class Stream:
     """An endless source of rows. Each row can be read once, in ascending order within its lane."""
 
-    count = None
+    count, note, is_chat = None, "", False
 
     def __init__(self, files: list[TextFile], config: Config):
         self.files, self.config, self.encoder = files, config, Encoder.of(config)
@@ -366,7 +347,6 @@ class Stream:
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
-        self.note = f"a stream of {plural(len(files), 'file')} from {files[0].name} on, for {config.lanes} lanes"
         self.shares = len(files) < config.lanes  # several lanes read the same file, which is downloaded once for all
         self.hashes = {file.name: f"{file.size} {file.version}" if file.store else "" for file in files}
 

@@ -13,12 +13,13 @@ import shard
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
 from lib import lora, machine
 from lib.errors import UserError, naming
-from lib.files import free_space, plural
+from lib.files import free_space
 from lib.folders import open_adapter, open_weights
 from lib.hub import local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
+from lib.text import knows_text
 from lib.tokenizer import holds_tokenizer, load_tokenizer
 from lib.weights import refuse_in_the_way
 from model import Transformer, flops_per_token, random_init
@@ -78,32 +79,28 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     if not resumes:
         check_batch(config, world_size)
     refuse_in_the_way(Path(config.out) / "hf", True)
+    if knows_text(config):
+        check_tokenizer(config)
 
 
 def check_tokenizer(config: Config) -> None:
     """Whether a tokenizer, the model and the weights belong together."""
-    tokenizer, model = load_tokenizer(config.tokenizer), config.model_config
-    given = f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids"
-    if tokenizer.vocab_size > model.vocab_size:
-        fix = f"--vocab_size {tokenizer.vocab_size}"
+    tokenizer, size = load_tokenizer(config.tokenizer), config.model_config.vocab_size
+    beside = config.weights and holds_tokenizer(local_path(config.weights, "--weights"))
+    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
+    is_foreign = config.weights and not beside and size - tokenizer.vocab_size >= padding
+    if tokenizer.vocab_size > size or is_foreign:
+        larger = f"--vocab_size {tokenizer.vocab_size}"
         if config.weights:
-            fix = f"enlarge the weights: transformers' model.resize_token_embeddings({tokenizer.vocab_size})"
+            larger = f"transformers' model.resize_token_embeddings({tokenizer.vocab_size})"
         raise UserError(
-            f"{given}, --model {config.model} a vocabulary of {model.vocab_size}: give the model's tokenizer, or {fix}"
+            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --model {config.model} has {size}: give"
+            f" the model's tokenizer, or change the model: {larger}"
         )
-    if config.prompt:
-        with naming("--prompt"):
-            tokenizer.encode(config.prompt)
-    if not config.weights:
-        return
-    beside = holds_tokenizer(local_path(config.weights, "--weights"))
     if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
         raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
-    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
-    if not beside and model.vocab_size - tokenizer.vocab_size >= padding:
-        raise UserError(
-            f"{given}, --weights {config.weights} have {model.vocab_size}: name the tokenizer of the weights"
-        )
+    with naming("--prompt"):
+        tokenizer.encode(config.prompt)
 
 
 def imagine_ranks() -> Ranks:
@@ -117,9 +114,9 @@ def imagine_ranks() -> Ranks:
 def say_finished(config: Config, step: int) -> None:
     out = shlex.quote(config.out)
     print(
-        f"{config.out} is finished: {step} of {plural(config.steps, 'step')} done, and {config.out}/hf has its weights."
-        f" For a sample: python generate.py --run {out} --prompt 'The'. The same command continues with"
-        f" --steps {2 * step}, and starts afresh with --out {out}-2"
+        f"{config.out} is finished after step {step}: {config.out}/hf has its weights. For a sample:"
+        f" python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step}, and"
+        f" starts afresh with --out {out}-2"
     )
 
 

@@ -18,10 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import data
 from config import parse_args
-from data import open_checked
+from data import open_data
 from lib import text
 from lib.chat import chat_template, render_chat
 from lib.errors import Failure, UserError
+from lib.ranks import ALONE
 from lib.test_tokenizer import _json, _write
 from lib.text import BEGINS, TRAINED, Encoder, TextRow, find_files, find_shard, verify
 from lib.tokenizer import load_tokenizer
@@ -58,6 +59,11 @@ def tokens(folder, split) -> list[int]:
 def run(sources, out, shard_tokens=10**9, val_every=20, encoder=BYTES, **how):
     files = [file for source in sources for file in find_files(str(source), "--input")]
     return text.prepare(files, encoder._replace(**how), out, shard_tokens, val_every)
+
+
+def open_alone(config):
+    """The data as the only rank opens them."""
+    return open_data(config, ALONE)
 
 
 def refused(call, *args, **kwargs) -> str:
@@ -141,7 +147,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
         found = []
         for base in (folder, address):
             config = parse_args(f"--seq_len 64 --vocab_size 300 --data {base}/shards/*.bin".split())
-            sources = [source for loader in open_checked(config) for source in loader.sources]
+            sources = [source for loader in open_alone(config) for source in loader.sources]
             found.append([(type(s), s.read(0, s.tokens).tolist(), s.delimiter) for s in sources])
         assert found[0] == found[1] and len(found[0]) == 2
 
@@ -195,11 +201,11 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     words = ["--seq_len", "16", "--data", str(tmp_path / "a.jsonl"), "--cache", str(tmp_path / "mine")]
     for count in (1, 2):
         for _ in range(2):
-            open_checked(parse_args(words))
+            open_alone(parse_args(words))
             assert encode_rows.call_count == count == len([*(tmp_path / "mine").iterdir()])
         monkeypatch.setattr(text, "FORMAT", 0)
     monkeypatch.setattr("filelock.FileLock", mock.Mock(side_effect=PermissionError))
-    open_checked(parse_args(words))  # from a cache that others have filled and that is read-only
+    open_alone(parse_args(words))  # from a cache that others have filled and that is read-only
 
 
 @pytest.mark.parametrize("at", [1, 9, 20])
@@ -222,7 +228,7 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=4000)
     if at > 1:
-        assert "not prepared to its end" in refused(open_checked, parse_args(["--data", str(tmp_path / "out")]))
+        assert "not prepared to its end" in refused(open_alone, parse_args(["--data", str(tmp_path / "out")]))
     seen[:] = range(at)  # from now on there is no interruption
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and [*verify(tmp_path / "out")] == []
     assert at == 1 or seen[at] > 1  # finished shards are kept
@@ -347,7 +353,7 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     for words in (f"{path} --skip_bad 3", f"{path} --skip_bad 3", f"{tmp_path}/out"):
         caplog.clear()
         text.warn_once.cache_clear()  # as in another process
-        open_checked(parse_args(f"--seq_len 8 --data {words}".split()))
+        open_alone(parse_args(f"--seq_len 8 --data {words}".split()))
         assert f"{path}: bad rows left out, not JSON in UTF-8: 1 row, first in line 4: " in caplog.text
         assert f"{path}: bad rows left out, no text in field 'text' : 2 rows, first in line 8: " in caplog.text
 
@@ -371,7 +377,7 @@ def test_what_was_stored_instead_of_a_file_is_named(tmp_path, suffix, content, m
         MemoryFileSystem().pipe(f"/stored/{name}", stored)
         for base in (tmp_path, "memory://stored") if suffix != text.SHARD or name[0] == "a" else ():
             arguments = parse_args(f"--seq_len 8 --eval_every 0 --data {base}/{name}".split())
-            assert re.search(f"{name}: a.*{message}", refused(open_checked, arguments)), (base, name)
+            assert re.search(f"{name}: a.*{message}", refused(open_alone, arguments)), (base, name)
     MemoryFileSystem().rm("/stored", recursive=True)
     if suffix == text.SHARD:
         entry = {"tokens": 50, "sha256": ""}
@@ -403,9 +409,9 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache, monkeypatc
     (tmp_path / "b/index.json").write_text(json.dumps(index | {"fingerprint": "0123", "tokenizer": "other"}))
     _write(tmp_path / "llama3", tokenizer__json=_json("llama3"))
     monkeypatch.chdir(tmp_path)
-    open_checked(parse_args(["--seq_len", "16", "--data", "a", "a.jsonl"]))
+    open_alone(parse_args(["--seq_len", "16", "--data", "a", "a.jsonl"]))
     for words in ("a b", "b --val_data a", "b:1 a.jsonl:2", "b --tokenizer llama3 --vocab_size 4096"):
-        message = refused(open_checked, parse_args(f"--seq_len 16 --data {words}".split()))
+        message = refused(open_alone, parse_args(f"--seq_len 16 --data {words}".split()))
         assert "tokenised by several tokenizers: " in message and "b with --tokenizer other" in message
 
 
