@@ -219,17 +219,18 @@ def convert_linears(
     layers that are too small to become faster; None: only on a CPU, where no layer becomes faster. Raises ValueError
     for an unknown recipe or gradient dtype, and for a name in `skip` that matches no layer."""
     if recipe not in RECIPES or grad_dtype not in GRAD_DTYPES:
-        raise ValueError(f"{recipe}, {grad_dtype}: known are {', '.join(RECIPES)} and {', '.join(GRAD_DTYPES)}")
+        raise ValueError(f"unknown recipe or dtype: {recipe}, {grad_dtype}")
     rows, unmatched, skip = [], {*skip} - {*SKIP}, {*SKIP, *skip}
     for name, m in module.named_modules():
-        mixin, ndim = (Fp8Experts, 3) if hasattr(m, "matmul") else (Fp8Linear, 2)
-        parameters = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == ndim]
-        weights = {f"{name}.{k}" if ndim == 3 else name: p for k, p in parameters}
-        if not weights or isinstance(m, nn.Embedding):
+        if hasattr(m, "matmul"):
+            mixin, weights = Fp8Experts, {f"{name}.{k}": p for k, p in m.named_parameters(recurse=False) if p.ndim == 3}
+        elif isinstance(m, nn.Linear) or name == "lm_head":  # the loss head
+            mixin, weights = Fp8Linear, {name: m.weight}
+        else:
             continue
         skipping = {part for part in skip for weight in weights if f".{part}." in f".{weight}."}
         unmatched -= skipping
-        reason = "skipped by name" if skipping else _reason_against(m, weights, recipe, small)
+        reason = "skipped by name" if skipping else _reason_against(weights, recipe, mixin, small)
         if not reason:
             if not isinstance(m, mixin):
                 m.__class__ = _mixed(mixin, m.__class__)
@@ -237,34 +238,22 @@ def convert_linears(
         verdict = f"bf16: {reason}" if reason else "fp8"  # the experts of a module go together
         rows += [(name, tuple(p.shape), verdict) for name, p in weights.items()]
     if unmatched:
-        parts = sorted({part for name, *_ in rows for part in name.split(".") if not part.isdigit()})
-        unmatched = ", ".join(sorted(unmatched))
-        raise ValueError(f"no layer is called {unmatched}; their names are made of {', '.join(parts)}")
+        raise ValueError(f"no layer is called {', '.join(sorted(unmatched))}")
     return rows
 
 
-def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, small: bool | None) -> str:
+def _reason_against(weights: dict[str, Tensor], recipe: str, mixin: type, small: bool | None) -> str:
     """Why a module's weights [N, K] or [E, N, K] are not multiplied in FP8; empty if they are. Below the limits for N
     and K, casting takes longer on a Hopper GPU than FP8 products save, according to published measurements."""
-    experts = hasattr(m, "matmul")
-    if not (experts or isinstance(m, nn.Linear)):
-        return "not a linear layer"
     for p in weights.values():
         N, K = p.shape[-2:]
         if N % MULTIPLE or K % MULTIPLE:
             return f"{N} and {K} must divide by {MULTIPLE}"
-        tiny = N <= 1024 and K <= 4096 if recipe == "tensor" and not experts else N <= 2048 or K <= 1024
+        by_tensor = recipe == "tensor" and mixin is Fp8Linear
+        tiny = N <= 1024 and K <= 4096 if by_tensor else N <= 2048 or K <= 1024
         if tiny and not (p.device.type == "cpu" if small is None else small):
             return "too small to become faster"
-    if experts and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        return "grouped FP8 kernels need compute capability 9.0"
     return ""
-
-
-def describe(rows: list, recipe: str) -> str:
-    """The rows of convert_linears as a line. Layers that differ only by their numbers count together."""
-    counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
-    return f"FP8 recipe {recipe}: " + ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
 
 
 # ---- once per step
@@ -286,13 +275,12 @@ class WeightScales:
     def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
         """dtype: the compute dtype. fuse: compile the quantization."""
         self.modules = [m for m in layers(model).values() if m.fp8_recipe == "tensor"]
-        self.watched = [m for m in layers(model).values() if m.fp8_watch is not None]
+        self.watches = [m.fp8_watch for m in layers(model).values() if m.fp8_watch is not None]
         self.dtype, self.group = dtype, group
         self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
         if not self.modules:
             return
         device = held_tensor(self.modules[0].weight).device
-        self.amax = torch.zeros(len(self.modules), device=device)
         self.scales = torch.ones(len(self.modules), 4, device=device)  # 16 bytes apart: compiled code needs alignment
         for i, m in enumerate(self.modules):
             m.fp8_scale = self.scales[i, 0]
@@ -301,17 +289,17 @@ class WeightScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for m in self.watched:
-            m.fp8_watch.grad = None
+        for watch in self.watches:
+            watch.grad = None
         if not self.modules:
             return
         weights = [held_tensor(m.weight.detach()) for m in self.modules]
         zero = weights[0].new_zeros(1)  # stands for an empty shard
         norms = torch_private.norms([w if w.numel() else zero for w in weights], math.inf)
-        self.amax.copy_(torch.stack(norms))
+        amax = torch.stack(norms).float()
         if self.group is not None:
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group=self.group)
-        self.scales.copy_(make_scale(self.amax.to(self.dtype), E4M3, False)[:, None])
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        self.scales.copy_(make_scale(amax.to(self.dtype), E4M3, False)[:, None])
         for m, w in zip(self.modules, weights, strict=True):
             if m.fp8_local is not None:
                 self.quantize(w.view(-1), m.fp8_scale, self.dtype, m.fp8_local.view(-1)[: w.numel()])
@@ -321,17 +309,12 @@ def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) ->
     out.copy_(quantize(w.to(dtype), E4M3, scale=scale)[0])
 
 
-def gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes FSDP gather the weights of recipe tensor as the bytes that `WeightScales` quantized, half of bf16's bytes.
+def gather_in_fp8(m: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes FSDP gather a layer's weight of recipe tensor as the bytes that `WeightScales` quantized, half of bf16's.
     Call it after the parameters are allocated, before the first forward pass. mesh: the dimension they are sharded on.
 
     In training, the gathered parameter has no memory: it only receives the gradient. In evaluation it has memory and
     the exact values, which are gathered in the compute dtype."""
-    for m in layers(model).values():
-        _install_hooks(m, mesh)
-
-
-def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
     shard, (N, K) = held_tensor(m.weight), m.weight.shape
     rows = -(-N // mesh.size())  # FSDP gathers shards of equal size: shorter ones are padded
     payload = torch.zeros(rows, K, dtype=torch.uint8, device=shard.device)  # gloo cannot send fp8
@@ -369,7 +352,6 @@ def figures(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return torch.stack((saturated, flushed, torch.full_like(error, x.numel()), signal, error))
 
 
-@torch.no_grad()
 def watched(model: nn.Module) -> dict[str, float]:
     """Figures of the watched layers since the last refresh, of this rank's tokens: "fp8/KIND/OPERAND_FIGURE" -> the
     share of saturated values, of flushed ones, and the error relative to the operand. Waits for the device."""
@@ -404,46 +386,42 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
     """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, and a GPU without FP8."""
     if config.fp8 == "off":
         return
-    flag, parts = f"--fp8 {config.fp8}", config.context_parallel
-    tokens = micro_batch * config.seq_len // parts
+    tokens = micro_batch * config.seq_len // config.context_parallel
     if tokens % MULTIPLE:
         raise UserError(
-            f"{flag}: {micro_batch} x {config.seq_len} / {parts} = {tokens} tokens of a rank do not divide by"
-            f" {MULTIPLE}: give a --seq_len that divides by {MULTIPLE * parts}"
+            f"--fp8 {config.fp8}: the {tokens} tokens of a rank must divide by {MULTIPLE}: change --seq_len"
         )
-    if device.type == "cpu":
-        return
-    if config.compile == "none":
-        raise UserError(f"{flag}: uncompiled, FP8 is slower than bf16; --compile block, or --fp8 off")
-    if config.dtype != "bf16":
-        raise UserError(f"{flag} on a GPU needs --dtype bf16, not {config.dtype}; or --fp8 off")
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
-        raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)
+    if device.type != "cpu" and (config.compile == "none" or config.dtype != "bf16" or capability < (8, 9)):
+        raise UserError(
+            f"--fp8 {config.fp8}: a GPU needs compute capability (8, 9), not {capability}, --dtype bf16, not"
+            f" {config.dtype}, and --compile block, not {config.compile}; or --fp8 off"
+        )
 
 
 def convert(model: nn.Module, config: Settings, device: torch.device) -> str:
-    """Converts the model according to the flags -> a line about the layers. If every layer is too small to become
-    faster, as in a model for tests, all are converted. Refuses names to skip that match no layer, and a model without
-    any layer that can be converted."""
+    """Converts the model according to the flags -> a line about the layers, where those that differ only by their
+    numbers count together. If every layer is too small to become faster, as in a model for tests, all are converted.
+    Refuses names to skip that match no layer, and a model without any layer that can be converted."""
     for small in (device.type == "cpu", True):
         try:
             rows = convert_linears(model, config.fp8, skip=config.fp8_skip, small=small)
         except ValueError as e:
             raise UserError(f"--fp8_skip: {e}") from None
         if any(verdict == "fp8" for _, _, verdict in rows):
-            slow = "\nFP8 on a CPU changes the loss as on a GPU, but is slower than bf16"
-            return describe(rows, config.fp8) + slow * (device.type == "cpu")
+            counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
+            kinds = ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
+            return f"FP8 recipe {config.fp8}: {kinds}"
     raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
 def prepare(model: nn.Module, config: Settings, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
     """Sets up the work that FP8 does once per step, and the figures of a middle block. Call it once the parameters are
     allocated. accumulates: steps have several micro-batches."""
-    blocks = list(filter(None, (layers(block).values() for block in model.layers)))
-    for m in blocks[len(blocks) // 2] if blocks else ():
+    for m in layers(model.layers[len(model.layers) // 2]).values():
         m.fp8_watch = torch.zeros(2, 5, device=held_tensor(m.weight).device, requires_grad=True)
     if mesh is not None and config.fp8_all_gather:
-        gather_in_fp8(model, mesh["shard"])
+        for m in layers(model).values():
+            gather_in_fp8(m, mesh["shard"])
     group = None if mesh is None else mesh["shard"].get_group()
     return WeightScales(model, model.dtype, group, accumulates, config.compile != "none")

@@ -1,6 +1,7 @@
 """fp8.py. Oracles: fp64 products, bf16 layers for errors and saved memory, torch's meta functions for CUDA's rules, one
 process for several, the uncompiled code for the compiled."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -211,11 +212,8 @@ def test_what_is_converted():
     assert {rows[name] for name in skipped} == {"bf16: skipped by name"}
     rows, model = on_meta("mixtral-8x7b", "tensor")
     assert rows["layers.0.mlp.gate_up_proj"] == "fp8" and isinstance(model.layers[0].mlp, MoE)
-    others = nn.ModuleDict({"embed": nn.Embedding(32, 16), "lookup": nn.EmbeddingBag(16, 4), "odd": nn.Linear(16, 24)})
-    assert convert_linears(others) == [
-        ("lookup", (16, 4), "bf16: not a linear layer"),
-        ("odd", (24, 16), "bf16: 24 and 16 must divide by 16"),
-    ]
+    others = nn.ModuleDict({"embed": nn.Embedding(32, 16), "odd": nn.Linear(16, 24)})
+    assert convert_linears(others) == [("odd", (24, 16), "bf16: 24 and 16 must divide by 16")]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("tiny-")])
@@ -382,7 +380,7 @@ def test_runs_are_recorded_and_resumed(tmp_path, text):
     for out, steps in (("parts", 2), ("parts", 4), ("whole", 4)):
         how = ["--steps", steps, "--out", tmp_path / out]
         printed = train(*flags, *how, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
-    assert "2 x layers.*.mlp.down_proj (fp8), 1 x lm_head (bf16: skipped" in printed and "FP8 on a CPU" in printed
+    assert "2 x layers.*.mlp.down_proj (fp8), 1 x lm_head (bf16: skipped" in printed
     assert values(tmp_path / "whole") == values(tmp_path / "parts")
     for record in records(tmp_path / "whole"):
         found = {k for k in record if k.startswith("fp8/")}
@@ -391,22 +389,21 @@ def test_runs_are_recorded_and_resumed(tmp_path, text):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 / 1 = 150 .* not divide by 16: give a --seq_len"),
+    ("--fp8=1 --seq_len 50 --micro_batch 3", "the 150 tokens of a rank must divide by 16: change --seq_len"),
     ("--fp8 row --dim 72", "no layer would be in FP8 .*144 and 72 must divide by 16"),
-    ("--fp8 tensor --fp8_skip o_proj proj", "--fp8_skip: no layer is called proj; .*o_proj"),  # parts are whole
+    ("--fp8 tensor --fp8_skip o_proj proj", "--fp8_skip: no layer is called proj"),  # parts are whole
 ])  # fmt: skip
 def test_flags_are_refused(flags, message, tmp_path, capsys):
     assert exit_status(train_main, [*flags.split(), "--check", "--out", str(tmp_path / "run")]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_gpus_are_refused(monkeypatch):
-    config, gpu = replace(parse_args(["--fp8", "1"]), dtype="bf16", compile="block"), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
-    with pytest.raises(UserError, match="A100 has compute capability 8.0, FP8 needs 8.9 .* --fp8 off"):
-        fp8.check_run(config, gpu, 8)
-    with pytest.raises(UserError, match="--dtype bf16"):
-        fp8.check_run(replace(config, dtype="fp32"), gpu, 8)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 9))
-    fp8.check_run(config, gpu, 8)
+@pytest.mark.parametrize("capability, changes, refuses", [
+    ((8, 0), {}, "8, 9\\), not \\(8, 0"), ((8, 9), {"dtype": "fp32"}, "bf16, not fp32"), ((8, 9), {}, ""),
+    ((8, 9), {"compile": "none"}, "block, not none"),
+])  # fmt: skip
+def test_gpus_are_refused(monkeypatch, capability, changes, refuses):
+    config = replace(parse_args(["--fp8", "1"]), **{"dtype": "bf16", "compile": "block"} | changes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
+    with pytest.raises(UserError, match=refuses) if refuses else contextlib.nullcontext():
+        fp8.check_run(config, torch.device("cuda"), 8)

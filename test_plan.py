@@ -171,8 +171,8 @@ def test_newton_schulz_takes_about_the_flops_that_torch_counts():
     ("--keep_every 3 --save_every 0", "--keep_every has no effect without --save_every"),
     ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
     ("--gpus 8 --compile model", "--compile model with several processes"),
-    ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
-    ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
+    ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--compile block, not none"),
+    ("--attention varlen --dtype fp32", "--attention varlen needs a GPU"),
     ("--epochs 2", "plan.py reads no data; give --steps"),
     ("--model llama3-8b --weights x --lora_weights y", "--lora_weights has no effect without --weights"),
 ])  # fmt: skip
