@@ -38,23 +38,15 @@ WEIGHTS = [
 ]  # fmt: skip
 
 
-def list_files(name: str, revision: str) -> tuple[str, dict]:
-    """-> (commit, {file: (bytes, hash)}) of a repository on the hub"""
-    from huggingface_hub import HfApi
-
-    info = HfApi().repo_info(**split_name(name), revision=revision, files_metadata=True)
-    files = {f.rfilename: (f.size, f.lfs.sha256 if f.lfs else f.blob_id) for f in info.siblings}
-    return info.sha, files
-
-
 def download(args: argparse.Namespace, command: str) -> None:
     """Downloads and verifies the files that the command line selects. --verify: only verifies those that exist."""
-    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import filter_repo_objects
 
-    commit, files = list_files(args.repo, args.revision)
     repo = split_name(args.repo)
+    info = HfApi().repo_info(**repo, revision=args.revision, files_metadata=True)
+    commit, files = info.sha, {file.rfilename: file for file in info.siblings}
     patterns = PATTERNS[repo["repo_type"]]
     if args.include:
         patterns = {"allow_patterns": args.include, "ignore_patterns": []}
@@ -73,9 +65,9 @@ def download(args: argparse.Namespace, command: str) -> None:
     if args.verify:
         if mark.exists() or not folder.is_dir():
             raise UserError(f"There is no complete {folder}: name your commit as --revision")
-        selected = {name: row for name, row in selected.items() if os.path.lexists(folder / name)}
+        selected = {name: file for name, file in selected.items() if os.path.lexists(folder / name)}
     else:
-        size = amount(sum(size for size, _ in selected.values()))
+        size = amount(sum(file.size for file in selected.values()))
         print(f"{args.repo}@{args.revision}: {plural(len(selected), 'file')}, {size}", flush=True)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_text(command)
@@ -92,16 +84,17 @@ def download(args: argparse.Namespace, command: str) -> None:
 
 
 def find_damaged(folder: Path, files: dict) -> list[str]:
-    """Names of files that are missing or have another hash than the hub's, by reading all of them."""
+    """Names of files that are missing or have another hash than the hub's, by reading all of them. files: the entries
+    of the hub's listing by name."""
     from huggingface_hub.utils import sha, tqdm
 
     damaged = []
     for name in tqdm(files, "Verifying", unit=" files"):
-        (_, expected), path = files[name], folder / name
+        path, large = folder / name, files[name].lfs
         if path.is_file():
             with open(path, "rb") as file:
-                actual = sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
-        if not path.is_file() or actual != expected:
+                actual = sha.sha_fileobj(file).hex() if large else sha.git_hash(file.read())
+        if not path.is_file() or actual != (large.sha256 if large else files[name].blob_id):
             damaged.append(name)
     return damaged
 

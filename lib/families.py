@@ -475,26 +475,19 @@ def _read_rope(given, row):
         rope, near = top | (new.get(FULL) or old), plain | new.get(SLIDING, {})
     if near not in (rope, plain | {"rope_theta": rope["rope_theta"]}):
         raise ValueError(f"rope_parameters is {new!r}: not implemented")
-    scaling = _read_scaling(rope, row)
-    if scaling:
-        scaling = replace(scaling, in_windows=near == rope)
-    return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling}
-
-
-def _read_scaling(rope, row):
-    kind = rope.get("type") or rope["rope_type"]
+    kind, scaling = rope.get("type") or rope["rope_type"], None
     if kind != "default" and not (row.scales and str(kind) in ROPE_KEYS):
         raise ValueError(f"rope_scaling of type {kind} is not implemented")
     _refuse_keys(rope, READ_IN_ROPE)
-    if kind == "default":
-        return None
-    numbers = {}
-    for field, key in ROPE_KEYS[kind].items():
-        default = getattr(RopeScaling, field) if field in OPTIONAL_IN_YARN else MISSING
-        numbers[field] = _read_field(rope, key, bool if field == "truncate" else float, default)
-    if kind == "yarn" and rope.get("attention_factor") is None:
-        numbers["attention_factor"] = 0.1 * math.log(max(numbers["factor"], 1.0)) + 1.0
-    return RopeScaling(kind=kind, **numbers)
+    if kind != "default":
+        numbers = {}
+        for field, key in ROPE_KEYS[kind].items():
+            default = getattr(RopeScaling, field) if field in OPTIONAL_IN_YARN else MISSING
+            numbers[field] = _read_field(rope, key, bool if field == "truncate" else float, default)
+        if kind == "yarn" and rope.get("attention_factor") is None:
+            numbers["attention_factor"] = 0.1 * math.log(max(numbers["factor"], 1.0)) + 1.0
+        scaling = RopeScaling(kind=kind, **numbers, in_windows=near == rope)
+    return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling}
 
 
 def _read_field(values, key, kind, default=MISSING):

@@ -193,7 +193,8 @@ def export_adapter(config: Settings, read: Read, folder: Path) -> None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
-    """Writes a tokenizer's files into a model's folder -> the ids of BOS, EOS and padding for its config.json.
+    """Writes a tokenizer's files into a model's folder -> the ids of BOS, EOS and padding for its config.json. With
+    the files, transformers 4 and 5 give our ids.
 
     chat_format: of a model that was trained on conversations. Their template is written, and the tokens that end a
     turn also end a text."""
@@ -202,7 +203,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     if not tokenizer.files:
         model = BYTES_JSON["model"] | {"vocab": tokenizer.vocab}
         write_json(folder / "tokenizer.json", BYTES_JSON | {"model": model})
-    _write_settings(tokenizer, folder / "tokenizer_config.json")
+    settings_file = folder / "tokenizer_config.json"
+    settings = tokenizer.names | (read_json(settings_file) or {"clean_up_tokenization_spaces": False})
+    if (folder / "tokenizer.json").exists():
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
+    else:
+        settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
+        if not tokenizer.is_llama:
+            settings.pop("tokenizer_class", None)
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects an object
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write_json(settings_file, settings)
     ends = tokenizer.eos_ids
     if chat_format:
         chat = chat_template(tokenizer, chat_format)
@@ -211,20 +222,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     pad = tokenizer.pad_id
     return ids if pad is None or pad >= tokenizer.vocab_size else ids | {"pad_token_id": pad}
-
-
-def _write_settings(tokenizer, path):
-    """Writes the tokenizer_config.json that makes transformers 4 and 5 give our ids."""
-    settings = tokenizer.names | (read_json(path) or {"clean_up_tokenization_spaces": False})
-    if (path.parent / "tokenizer.json").exists():
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
-    else:
-        settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
-        if not tokenizer.is_llama:
-            settings.pop("tokenizer_class", None)
-    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects an object
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write_json(path, settings)
 
 
 # The tokenizer.json of `bytes`, without its vocabulary.
