@@ -107,15 +107,11 @@ def attention(
     tokens, padded with B T. window: positions that a token sees (then T == S); 0: all before it."""
     B, T = q.shape[:2]
     window = window if window < T else 0
-    if window and mask is None and backend in PACKED:
+    if mask is None and (backend == "flash" or window and backend == "varlen"):
         mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
     if mask is not None and mask.dtype == torch.int32:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the kernel that `kernel` names, with every torch
             return _packed(q, k, v, mask, backend, window)
-    if backend == "flash" and mask is None:
-        from flash_attn import flash_attn_func
-
-        return flash_attn_func(q, k, v, causal=True)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T or S, h]
     if backend == "blocked":
         return _blocked(q, k, v, mask, window).transpose(1, 2)

@@ -65,6 +65,7 @@ WEIGHTS = (
     "loss",
 )
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
+KNOWN = ("role", "content", "weight", *REASONING)
 # Fields that would change the trained tokens, but that nothing here can honour.
 REFUSED = (
     "history",
@@ -116,9 +117,9 @@ Notes = list[tuple[str, str]]  # for the log: (a difference between a row and it
 # ---- the fields of a row
 
 
-def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, Notes] | None:
-    """-> (the messages of a row, {"role", "content": text} and more fields each; other inputs of its template; notes on
-    fields that nothing reads); None if the row is not a conversation. chat_fields: none, (user, assistant) or (system,
+def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, dict] | None:
+    """-> (the messages of a row, {"role", "content": text} and more fields each; other inputs of its template; fields
+    that nothing reads); None if the row is not a conversation. chat_fields: none, (user, assistant) or (system,
     user, assistant). The system field, else the row's own `system`, goes before the messages, unless it is null or
     empty."""
     named = chat_fields[-2:], *CHAT_FIELDS
@@ -143,16 +144,7 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
     inputs = {name: parse_field(given[name], name, kind) for name, kind in INPUTS.items() if name in given}
     inputs |= inputs.pop("chat_template_kwargs", {})
     others = {name: given[name] for name in given if name not in (*names, *chat_fields, system, *INPUTS)}
-    return messages, inputs, _unread(others)
-
-
-def _unread(fields: dict) -> Notes:
-    """A note for each field, but not for bookkeeping."""
-    return [
-        (f"nothing reads the field {name}", str(value))
-        for name, value in fields.items()
-        if name.lower() not in BOOKKEEPING and not name.lower().endswith(BOOKKEEPING_ENDS)
-    ]
+    return messages, inputs, others
 
 
 def parse_field(value, name: str, kind: type = list):
@@ -232,8 +224,8 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     # {% generation %} ... {% endgeneration %} is a scope. They keep their control of white space.
-    source = re.sub(r"{%(\S?)\s+generation\s+(\S?)%}", rf"{{%\1 with %}}{OPEN}{{% if true \2%}}", source)
-    source = re.sub(r"{%(\S?)\s+endgeneration\s+(\S?)%}", rf"{{%\1 endif %}}{CLOSE}{{% endwith \2%}}", source)
+    source = re.sub(r"{%([-+]?)\s*generation\b", rf"{{%\1 with %}}{OPEN}{{% if true", source)
+    source = re.sub(r"{%([-+]?)\s*endgeneration\b", rf"{{%\1 endif %}}{CLOSE}{{% endwith", source)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -257,13 +249,14 @@ def _break_up(text, control: re.Pattern):
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: list[dict], template: str, inputs: dict | None = None, notes: Notes | None = None
-) -> tuple[list[int], list[int]]:
+    tokenizer: Tokenizer, messages: list[dict], template: str, inputs: dict | None = None, notes: Notes | None = None,
+    others: dict | None = None,
+) -> tuple[list[int], list[int]]:  # fmt: skip
     """messages [{"role", "content", ...}] -> (ids, mask). mask is 1 on the assistant's tokens and the token that closes
     them, but 0 on an earlier answer whose text the template leaves out in part; UserError if that is the last message.
     If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools` and other
     variables of the template. notes: a list for what the template changes or leaves out; with it, UserError if the
-    template does not render a field of TOLD."""
+    template does not render a field of TOLD. others: fields of the row that nothing reads."""
     compiled, control = _compile_template(tokenizer, template)
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     _check_messages(messages)
@@ -283,10 +276,12 @@ def render_chat(
     asks = messages[-1]["role"] != "assistant"
     text = render(messages, asks)
     if notes is not None:
-        fields = {name: value for part in (inputs, *messages) for name, value in part.items()}
         _refuse_lost(render, messages, inputs, asks, text)
-        known = {"role", "content", "weight", *REASONING, *TOLD}
-        notes += _unread({name: fields[name] for name in fields if name not in known and name not in template})
+        fields = {name: value for part in (inputs, *messages) for name, value in part.items() if name not in template}
+        for name, value in ((others or {}) | fields).items():
+            plain = name.lower()
+            if plain not in (*KNOWN, *TOLD, *BOOKKEEPING) and not plain.endswith(BOOKKEEPING_ENDS):
+                notes.append((f"nothing reads the field {name}", str(value)))
         if "strftime_now" in template:
             notes.append(("the chat template asks for today's date and always gets this one", f"{DATE:%d %B %Y}"))
     answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]

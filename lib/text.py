@@ -205,7 +205,7 @@ class Encoder(NamedTuple):
     def of_file(self, file: TextFile) -> "Encoder":
         return self._replace(text_field=file.text_field or self.text_field)
 
-    def read(self, row: TextRow) -> tuple[str, tuple[list[dict], dict, Notes] | None]:
+    def read(self, row: TextRow) -> tuple[str, tuple[list[dict], dict, dict] | None]:
         """-> (the text of a document, None), or ("", what find_messages returns for a conversation). UserError if it is
         a bad row."""
         content, name = row.content, self.text_field or "text"
@@ -239,9 +239,9 @@ class Encoder(NamedTuple):
         text, chat = self.read(row)
         if not chat:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
-        messages, inputs, notes = chat
+        messages, inputs, others = chat
         template = chat_template(tokenizer, self.chat)
-        ids, mask = render_chat(tokenizer, messages, template, inputs, notes)
+        ids, mask = render_chat(tokenizer, messages, template, inputs, notes := [], others)
         if not any(mask):
             raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
         tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]

@@ -207,24 +207,32 @@ def _read_tokenizer(source: Path) -> Tokenizer:
         tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added)
     except Exception as e:  # the libraries' errors have no common class
         raise UserError(f"{source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT} ({e})") from None
-    unknown = names.get("unk_token"), "<unk>", "[UNK]"
-    absent = {*listed, *map(_text_of, added)} - tokenizer.vocab.keys()
-    absent |= {*special}.intersection(tokenizer.vocab).difference(tokenizer.control, unknown)
+    vocab, control, unknown = tokenizer.vocab, tokenizer.control, (names.get("unk_token"), "<unk>", "[UNK]")
+    absent = {*listed, *map(_text_of, added)}.difference(vocab)
+    absent |= {*special}.intersection(vocab).difference(control, unknown)
     if absent:
         raise UserError(f"{source.name} lacks special tokens of the settings, {', '.join(sorted(absent))}: {CONVERT}")
     strips = {t["content"]: [WHITE_SPACE * t.get(end, False) for end in ("lstrip", "rstrip")] for t in tokenizer.flags}
     tokenizer.strips = {text: ends for text, ends in strips.items() if any(ends)}
-    tokenizer.reserved = {i for text, i in tokenizer.control.items() if text not in unknown}
+    tokenizer.reserved = {i for text, i in control.items() if text not in unknown}
     tokenizer.pad_id = settings.get("pad_token_id")
-    tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
-    _set_ends(tokenizer, names, settings.get("eos_token_id", []))
+    tokenizer.vocab_size = max(vocab.values()) + 1
+    for key, usual in USUAL_NAMES.items():
+        names.setdefault(key, next((name for name in usual if name in control), None))
+    bos, eos = names["bos_token"], names["eos_token"]
+    if not {bos, eos} <= control.keys():
+        raise UserError(f"BOS {bos!r} or EOS {eos!r} is no control token: name them in tokenizer_config.json")
+    tokenizer.names, tokenizer.bos_id, tokenizer.eos_id = names, control[bos], control[eos]
+    ids = settings.get("eos_token_id", [])  # of the model
+    tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
+    tokenizer.stop_ids = {control[name] for name in (bos, eos, *STOP_NAMES) if name in control}.union(tokenizer.eos_ids)
     template = settings.get("chat_template", "")
     if (folder / "chat_template.jinja").is_file():
         template = read_file(folder / "chat_template.jinja").decode()
     elif isinstance(template, list):
         template = next(row["template"] for row in template if row["name"] == "default")
     tokenizer.chat_template = template
-    identity = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
+    identity = [tokenizer.bos_id, tokenizer.eos_id, sorted(control), template]
     traits = [tokenizer.strips, tokenizer.is_llama, tokenizer.legacy]
     identity += traits if traits != [{}, False, True] else []
     tokenizer.fingerprint = hashlib.sha256(data + json.dumps(identity).encode()).hexdigest()[:16]
@@ -262,16 +270,3 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     write_json(folder / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
     backend.save(str(folder / "tokenizer.json"))
-
-
-def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:
-    """Finds BOS and EOS by the settings' names, or else by their usual names. ids: eos_token_id of the model."""
-    control = tokenizer.control
-    for key, usual in USUAL_NAMES.items():
-        names.setdefault(key, next((name for name in usual if name in control), None))
-    bos, eos = names["bos_token"], names["eos_token"]
-    if not {bos, eos} <= control.keys():
-        raise UserError(f"BOS {bos!r} or EOS {eos!r} is no control token: name them in tokenizer_config.json")
-    tokenizer.names, tokenizer.bos_id, tokenizer.eos_id = names, control[bos], control[eos]
-    tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
-    tokenizer.stop_ids = {control[name] for name in (bos, eos, *STOP_NAMES) if name in control}.union(tokenizer.eos_ids)
