@@ -10,6 +10,7 @@ import their libraries themselves."""
 
 import re
 import shlex
+from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -250,10 +251,8 @@ def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
     names, settings, values = [f.name for f in fields(Config)], {}, None
     for word, recipe in _expand(argv):
         if not word.startswith("--"):
-            if word.endswith(".args"):
-                raise UserError(f"{word} is a recipe: name it with an @, as in @{word}")
-            if values is None:
-                raise UserError(f"{word}: expected a flag")
+            if values is None or word.endswith(".args"):
+                raise UserError(f"{word}: expected a flag, or a recipe as in @recipes/default.args")
             values.append(word)
             continue
         typed, equals, value = word[2:].partition("=")
@@ -276,7 +275,11 @@ def _expand(words: list[str], recipe: str = "", outer: tuple = ()) -> Iterator[t
         if not word.startswith("@"):
             yield word, recipe
             continue
-        path = _find_recipe(word)
+        path = Path(word[1:]) if Path(word[1:]).is_file() else ROOT / word[1:]
+        if not path.is_file():
+            near = nearest(path.stem, [recipe.stem for recipe in (ROOT / "recipes").glob("*.args")])
+            meant = f"did you mean @recipes/{near}.args?" if near else "`bash launch.sh recipes` lists them"
+            raise UserError(f"{word}: this recipe does not exist; {meant}")
         if path in outer:
             raise UserError(f"{word}: the recipe names itself")
         try:
@@ -288,15 +291,6 @@ def _expand(words: list[str], recipe: str = "", outer: tuple = ()) -> Iterator[t
         yield from _expand(inner, str(path), (*outer, path))
 
 
-def _find_recipe(word: str) -> Path:
-    for path in (Path(word[1:]), ROOT / word[1:]):
-        if path.is_file():
-            return path
-    near = nearest(Path(word[1:]).stem, [path.stem for path in (ROOT / "recipes").glob("*.args")])
-    meant = f"did you mean @recipes/{near}.args?" if near else "`bash launch.sh recipes` lists them"
-    raise UserError(f"{word}: this recipe does not exist; {meant}")
-
-
 def make_parser() -> Parser:
     """Prints --help and --version. Everything in --help is from Config's fields."""
     parser = Parser(
@@ -304,19 +298,16 @@ def make_parser() -> Parser:
         description="Trains a Llama or GPT model. @FILE reads flags from a recipe: `bash launch.sh recipes` lists them."
         " The last value of a repeated flag counts. Commas separate the names in a list, spaces --data's.",
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
+        formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in fields(Config):
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        default = f.default
-        if isinstance(default, bool):
-            default = "on" if default else "off"
-        elif isinstance(default, tuple):
-            default = ",".join(default) or "none"
-        choices = "; choices: " * bool(f.metadata["choices"]) + " ".join(f.metadata["choices"])
-        help = f"{f.metadata['help']} (default: {'empty' if default == '' else default}{choices})"
-        group.add_argument(f"--{f.name}", help=help, metavar=KINDS[type(f.default)])
+        kind, choices = KINDS[type(f.default)], f.metadata["choices"]
+        default = ",".join(f.default) if isinstance(f.default, tuple) else f.default
+        metavar = "|".join(choices) or kind
+        group.add_argument(f"--{f.name}", help=f.metadata["help"], default=default, metavar=metavar)
     return parser
 
 
@@ -345,6 +336,8 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
+    from lib.text import name_of
+
     values = {f.name: f.default for f in fields(Config)}
     values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
     if {"steps", "epochs"} <= settings.keys():
@@ -357,7 +350,9 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
-    values["out"] = values["out"] or _default_out(values, recipes)
+    names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
+    names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names]
+    values["out"] = values["out"] or f"runs/{'-'.join(names)}"
     config = Config(**values)
     if config.lora_targets == ("all",):
         from lib.lora import sizes
@@ -386,10 +381,14 @@ def _read_value(f: Field, words: list[str]):
         value = ON_OFF[word.lower()] if kind is bool else kind(word)
     except (KeyError, ValueError):
         raise UserError(f"{typed}: expected {KINDS[kind]}") from None
-    if rules["choices"] and value not in rules["choices"]:
-        raise UserError(f"{typed}: unknown. Choose from {', '.join(filter(None, rules['choices']))}")
-    if kind in (int, float) and not rules["least"] <= value < rules["below"]:
-        raise UserError(f"{typed}: it must be at least {rules['least']} and below {rules['below']}")
+    least, below, choices = rules["least"], rules["below"], rules["choices"]
+    _refuse_first(
+        (choices and value not in choices, f"{typed}: unknown. Choose from {', '.join(filter(None, choices))}"),
+        (
+            kind in (int, float) and not least <= value < below,
+            f"{typed}: it must be at least {least} and below {below}",
+        ),
+    )
     return value
 
 
@@ -409,32 +408,22 @@ def _settle_model(values: dict) -> None:
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
 
-def _default_out(values: dict, recipes: list[str]) -> str:
-    from lib.text import name_of
-
-    names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
-    return "runs/" + "-".join(re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names)
-
-
 def _check_data(c: Config, trains: bool) -> None:
     """Refuses likely mistakes, unless the user names --tokenizer bytes: samples of unknown tokens and, if it trains,
     the built-in text for a real model, and bytes in a vocabulary of words."""
     from lib.text import is_shards
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
-    text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
-    is_large, model = trains and size > BYTES_UP_TO, f"--model {c.model} has a vocabulary of {size}"
+    shards = [*map(is_shards, c.data + c.val_data)]
+    unread = as_bytes and not all(shards) or not c.data and (as_bytes or not c.model.startswith("tiny-"))
     _refuse_first(
         (
-            is_large and not c.data and (as_bytes or not c.model.startswith("tiny-")),
-            f"{model}, but no --data; `--tokenizer bytes` tries the built-in text",
+            trains and size > BYTES_UP_TO and unread,
+            f"--model {c.model} has a vocabulary of {size}: name --data and, for text, the model's --tokenizer;"
+            " `--tokenizer bytes` trains on bytes, or on the built-in text",
         ),
         (
-            is_large and text and as_bytes,
-            f"{model}, but {', '.join(text)} has no --tokenizer: name the model's, or bytes",
-        ),
-        (
-            c.sample_every and as_bytes and any(map(is_shards, c.data)),
+            c.sample_every and as_bytes and any(shards),
             "--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0",
         ),
     )
@@ -471,8 +460,7 @@ def check_values(c: Config) -> None:
         ),
         (
             not splits_rows,
-            f"--context_parallel {parts} must divide the {model.n_heads} heads of {c.model} and, with two tokens or"
-            f" more for each rank, --seq_len {c.seq_len}",
+            f"--context_parallel {parts} must divide the {model.n_heads} heads of {c.model} and --seq_len {c.seq_len}",
         ),
         (is_short, f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} {positions} positions"),
     )
