@@ -31,11 +31,10 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, check_words, prepare_python, run_script
-from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, retry, write_whole
+from lib.files import MISSING_FILE, checksum, fsync_path, read_json, retry, write_whole
 
 # ---- the command line, parsed before torch is imported, which takes seconds
 
@@ -71,7 +70,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from config import Config, fields_that_resume
 from data import Loader
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
-from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, barrier, gather, on_every_rank, on_first_rank
 from lib.rows import merge_positions
@@ -209,8 +207,7 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
-        may_copy = self.config.save_async and self.config.offload == "none" and step < self.config.steps
-        copies = may_copy and all(gather(_fits(tensors), self.ranks))
+        copies = self.config.save_async and self.config.offload == "none" and step < self.config.steps
         if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
             tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
         self.writing = self.thread.submit(self._write, manifest, tensors, layouts)
@@ -239,15 +236,6 @@ class Saver:
             raise
         size = sum(row["bytes"] for row in files)
         logger.info(f"Saved {folder.name}: {size / 1e9:.3f} GB in {time.perf_counter() - begin:.1f} s")
-
-
-def _fits(tensors: dict[str, Tensor]) -> bool:
-    """Whether copies of the tensors fit into the host's memory, if each rank there makes as many."""
-    size = sum(t.nbytes for t in tensors.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    free = available_memory()
-    if size > free:
-        logger.warning(f"Training waits for this save: a copy takes {amount(size)}, {amount(free)} are free")
-    return size <= free
 
 
 def name_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -356,8 +344,7 @@ def clean(run: Path, last: float = math.inf) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
     for damaged in folders(run):
         if step_of(damaged) > last:
-            asides = (damaged.with_name(f"{damaged.name}.damaged{n or ''}") for n in count())
-            os.rename(damaged, next(aside for aside in asides if not aside.exists()))
+            os.rename(damaged, f"{damaged}.damaged{time.time_ns()}")
 
 
 # ---- verifying
@@ -417,8 +404,8 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
 
 def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
     """(step, whether it is intact, its fault or "") of each checkpoint of a run, oldest first."""
-    found = [(step_of(folder), fault_of(folder, checksums=checksums)) for folder in folders(Path(run))]
-    return [(step, not fault, fault) for step, fault in found]
+    faults = {step_of(folder): fault_of(folder, checksums=checksums) for folder in folders(Path(run))}
+    return [(step, not fault, fault) for step, fault in faults.items()]
 
 
 # ---- loading
@@ -439,25 +426,16 @@ class Checkpoint:
         """The settings of the run that saved it, without flags that this version does not have."""
         saved = self.manifest["config"]
         values = {f.name: saved[f.name] for f in fields(Config) if f.name in saved}
-        return self._rebuild(Config, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        return Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     @property
     def model_config(self) -> ModelConfig:
         """The model's shape when it was saved. Fields that were added later have their default."""
         scaling = self.manifest["model"]["rope_scaling"]
-        scaling = scaling and self._rebuild(RopeScaling, scaling)
-        return self._rebuild(ModelConfig, self.manifest["model"] | {"rope_scaling": scaling})
-
-    def _rebuild(self, kind: type, values: dict):
-        try:
-            return kind(**values)
-        except (TypeError, ValueError) as e:
-            raise UserError(f"{self.folder} was written by another version: {e}") from None
+        return ModelConfig(**self.manifest["model"] | {"rope_scaling": scaling and RopeScaling(**scaling)})
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """A slice of a tensor, assembled from the stored shards. Opens only files with a part of it."""
-        if key not in self.layouts:
-            raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         layout = self.layouts[key]
         needed = range(layout.parts)
         if layout.shape:
@@ -514,11 +492,10 @@ def refuse_empty(run: Path) -> None:
 def keep_defaults(config: Config) -> Config:
     """--batch_tokens 0 and --lanes 0, whose values depend on the ranks, become those in the checkpoint that the run
     resumes, if there is a checkpoint."""
-    for manifest in filter(None, (read_json(folder / "manifest.json") for folder in _candidates(config))):
-        saved = manifest.get("config", {})
-        absent = {name for name in ("batch_tokens", "lanes") if not getattr(config, name)}
-        return replace(config, **{name: saved[name] for name in absent & saved.keys()})
-    return config
+    manifests = (read_json(folder / "manifest.json") for folder in _candidates(config))
+    saved = next(filter(None, manifests), {}).get("config", {})
+    absent = {name for name in ("batch_tokens", "lanes") if not getattr(config, name)}
+    return replace(config, **{name: saved[name] for name in absent & saved.keys()})
 
 
 def _candidates(config: Config) -> list[Path]:
@@ -555,15 +532,14 @@ def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
     for ended, name in ((in_e4m3, "fp8_grad_dtype"), (is_balanced, "router_aux_loss_coef")):
         if ended:
             raise UserError(f"{resume_from.folder} needs --{name} {saved[name]}: resume it with version 0.3.0")
-    refused = changes(resume_from, config)
-    refused = {name: pair for name, pair in refused.items() if name not in config.resume_override}
+    refused = {name: pair for name, pair in changes(resume_from, config).items() if name not in config.resume_override}
     if not refused and resume_from.model_config != config.model_config:
         refused["model"] = [resume_from.model_config, config.model_config]  # its config.json has changed
     if refused:
         lines = [f"  --{name} was {old!r}, is {new!r}" for name, (old, new) in refused.items()]
-        tunable = set(refused) <= set(fields_that_resume("override"))
-        hint = f"; --resume_override {','.join(refused)} accepts the new values" if tunable else ""
-        last = f"Give the old values to resume{hint}; a new --out starts another run"
+        override = f"--resume_override {','.join(refused)} accepts the new values, "
+        override *= set(refused) <= set(fields_that_resume("override"))
+        last = f"The old values resume it, {override}a new --out starts another run"
         raise UserError("\n".join([f"{resume_from.folder} was trained with other settings:", *lines, last]))
 
 
@@ -579,29 +555,19 @@ def restore(
     refuse_other_base(config, resume_from.manifest["base"], ranks)
     resume_from.load(model, optimizer)
     barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
-    _prove(resume_from, model, ranks)
-    logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
-    if overridden := changes(resume_from, config):
-        logger.info(f"Continuing with other settings, [old, new]: {overridden}")
-    saved, step = resume_from.config, resume_from.step + 1
-    old, new = learning_rate(saved, step), learning_rate(config, step)
-    if old != new:
-        logger.info(
-            f"The learning rate of step {step} is {new:.4g}, not {old:.4g}: its schedule ({config.schedule}) has"
-            f" --lr {config.lr} and --steps {config.steps}, before --lr {saved.lr} and --steps {saved.steps}"
-        )
-
-
-def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
     probe = resume_from.manifest["probe"]
     losses = gather(probe_loss(model, probe["tokens"], ranks.device), ranks)
     wrong = [loss for loss in losses if not abs(loss - probe["loss"]) <= probe["tolerance"]]
+    proof = f"the loss of its probe was {probe['loss']:.6f} at the save and is {(wrong or losses)[0]:.6f} now"
     if wrong:
-        raise UserError(
-            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is {wrong[0]:.6f}"
-            " now: values or code have changed; resume with the code that saved it"
-        )
-    logger.info(f"Loss of the checkpoint's probe: {losses[0]:.6f}, at the save: {probe['loss']:.6f}")
+        raise UserError(f"{resume_from.folder}: {proof}: values or code have changed; use the code that saved it")
+    logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}: {proof}")
+    if overridden := changes(resume_from, config):
+        logger.info(f"Continuing with other settings, [old, new]: {overridden}")
+    step = resume_from.step + 1
+    old, new = learning_rate(resume_from.config, step), learning_rate(config, step)
+    if old != new:
+        logger.info(f"With the new --lr and --steps, the learning rate of step {step} is {new:.4g}, not {old:.4g}")
 
 
 def is_finished(config: Config, step: int) -> bool:

@@ -226,7 +226,7 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
     saver, left = make_saver(model, optimizer, {}, config, start=1), {}
     for step in (2, 4, 6):
         saver.save(step, torch.arange(20))
-        left[step] = sorted(p.name.replace("step-0000000", "") for p in tmp_path.glob("checkpoints/*"))
+        left[step] = sorted(re.sub("step-0+|(?<=damaged).*", "", p.name) for p in tmp_path.glob("checkpoints/*"))
         assert step > 2 or checkpoint.find(config)[0].step == 2  # the later damaged checkpoint does not displace it
     assert left == {2: ["1", "2", "2.damaged", "3.damaged"], 4: ["1", "2", "4"], 6: ["2", "4", "6"]}
     assert all(intact for _, intact, _ in checkpoint.verify(tmp_path))
@@ -257,7 +257,7 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
     assert checkpoint.find(config)[0].step == 12
     checkpoint.clean(tmp_path, 4)
     checkpoint.clean(tmp_path, 4)
-    assert (folder / "step-00000006.damaged/why.txt").exists()
+    assert len([*folder.glob("step-00000006.damaged*/why.txt")]) == 1
 
 
 def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoint:
@@ -368,19 +368,6 @@ def test_which_checkpoint_a_run_resumes_from(tmp_path):
     (tmp_path / "checkpoints/step-00000001/manifest.json").unlink()
     with pytest.raises(UserError, match="No checkpoint is intact"):
         checkpoint.find(config)
-
-
-@pytest.mark.parametrize("room, waits", [(-1, True), (0, False)])
-def test_without_room_for_a_copy_of_the_state_training_waits_for_the_save(tmp_path, monkeypatch, caplog, room, waits):
-    config, model, optimizer = make_state(tmp_path)
-    size = sum(t.nbytes for t in checkpoint.own_shards(model, optimizer, ALONE)[0].values())
-    monkeypatch.setattr(checkpoint, "available_memory", lambda: size + room)
-    saver = make_saver(model, optimizer, {}, config)
-    saver.save(1, torch.arange(20))
-    assert not waits or saver.writing.done()
-    assert ("Training waits for this save" in caplog.text) == waits
-    saver.wait()
-    assert checkpoint.verify(tmp_path) == [(1, True, "")]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):

@@ -295,10 +295,7 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     recorded = "Continuing with other settings, [old, new]: {'lr': [0.01, 0.02], 'warmup_steps': [0.0, 2.0]}"
     text = (run / "log.txt").read_text()
     assert text.count(recorded) == 1
-    rates = (
-        "step 6 is 0.02, not 0.01: its schedule (constant) has --lr 0.02 and --steps 8, before --lr 0.01 and --steps 5"
-    )
-    assert text.count(f"The learning rate of {rates}") == 1
+    assert text.count("the learning rate of step 6 is 0.02, not 0.01") == 1
     rewrite(checkpoint.folders(run)[-1], lambda m: [m["config"].pop(flag) for flag in ("seed", "lr")])  # newer flags
     output = run_here(run, *tuned, status=2)
     assert "--lr was 0.0003, is 0.02" in output

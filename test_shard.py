@@ -297,6 +297,7 @@ def test_compiled_blocks_and_offload_work_together():
     ("--state_dtype bf16", "cpu", 80, 0, r"^Each host .*optimizer state 29.9.* has 80.0 GiB"),
     ("--offload cpu", "cuda:0", 90, 80, r"gradients 3[0-9].* has 90.0 GiB"),
     ("", "cuda:0", 9999, 25, r"^Each GPU .*optimizer state 15.0.* has 25.0 GiB.*plan.py"),
+    ("", "cuda:0", 60, 80, r"copies for saves 89.7.* has 60.0 GiB"),
     ("--shard_size 1", "cuda:0", 9999, 80, r"^Each GPU .*optimizer state 59.8"),
     ("--micro_batch 10000000000 --checkpointing block", "cuda:0", 10**9, 80, r"^Each GPU .*or activations [1-9]"),
     (f"--batch_tokens {2**52} --seq_len 2 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
