@@ -300,28 +300,24 @@ def test_wrong_index(tmp_path):
 # ---- config.json
 
 GPT2_FACTS = {
-    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
-    "embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024,
-    "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
-    "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index", "vocab_size": 50257,
-    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "activation_function": "gelu_new", "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+    "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
+    "summary_type": "cls_index", "vocab_size": 50257, "task_specific_params": {"text-generation": {"do_sample": True}},
 }  # fmt: skip
 LLAMA2_FACTS = {
-    "_name_or_path": "meta-llama/Llama-2-7b-hf", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
-    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
-    "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000,
 }  # fmt: skip
 LLAMA3_FACTS = LLAMA2_FACTS | {
     "attention_bias": False, "attention_dropout": 0.0, "intermediate_size": 14336, "max_position_embeddings": 8192,
-    "num_key_value_heads": 8, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 128256,
 }  # fmt: skip
 SCALING = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
            "rope_type": "llama3"}  # fmt: skip
 LLAMA31_FACTS = LLAMA3_FACTS | {
-    "eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072, "mlp_bias": False,
-    "rope_scaling": SCALING,
+    "max_position_embeddings": 131072, "mlp_bias": False, "rope_scaling": SCALING,
 }  # fmt: skip
 MIXTRAL_FACTS = LLAMA2_FACTS | {
     "attention_dropout": 0.0, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
@@ -381,9 +377,7 @@ PUBLISHED = {
     "smollm3-3b": SMOLLM3_FACTS,
     "phi-4": PHI4_FACTS,
     "gpt2": GPT2_FACTS,
-    "gpt2-large": GPT2_FACTS | {
-        "n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0, "predict_special_tokens": True,
-    },
+    "gpt2-large": GPT2_FACTS | {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0},
     "llama2-7b": LLAMA2_FACTS,
     "llama3-8b": LLAMA3_FACTS,
     "llama3.1-8b": LLAMA31_FACTS,
