@@ -57,17 +57,13 @@ INPUTS = {
     "documents": list,
     "chat_template_kwargs": dict,
 }
-# Fields of a message: 0 or false leaves an answer out of the loss.
-WEIGHTS = (
-    "weight",
-    "train",
-    "trainable",
-    "loss",
-)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
 KNOWN = ("role", "content", "weight", *REASONING)
 # Fields that would change the trained tokens, but that nothing here can honour.
 REFUSED = (
+    "train",
+    "trainable",
+    "loss",
     "history",
     "functions",
     "mask",
@@ -175,12 +171,9 @@ def _read_message(message) -> dict:
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):  # else it is refused later
             content = "".join(texts)
-    for name in WEIGHTS:
-        weight = out.pop(name, None)
-        if weight not in (None, 0, 1) or (weight == 1 and role != "assistant"):
-            raise UserError(f"a message of the {role} has {name} {weight!r:.80}, expected 0, or 1 for an answer")
-        if weight == 0:
-            out["weight"] = 0
+    weight = out.get("weight", 0)
+    if weight not in (0, 1) or (weight == 1 and role != "assistant"):
+        raise UserError(f"a message of the {role} has weight {weight!r:.80}, expected 0, or 1 for an answer")
     if "tool_calls" in out:
         out["tool_calls"] = [_read_call(call) for call in parse_field(out["tool_calls"], "tool_calls")]
     return out | {"role": role} | ({} if content is None else {"content": content})
