@@ -210,8 +210,9 @@ class Log:
         for name, loss, tokens in zip(self.sources, *sum(by_source).tolist(), strict=True):
             if tokens:
                 figures[f"loss_{name}"] = loss / tokens
-        if self.router_sums.dim():  # of a model with experts
-            *layers, losses, tokens = sum(router_sums)
+        sums = sum(router_sums)
+        if sums.dim():  # of a model with experts
+            *layers, losses, tokens = sums
             figures["router_aux_loss"] = (losses[0] / tokens[0]).item()
             loads = sum(layers)  # of each expert, as a multiple of an even share
             figures |= {f"expert_load_{e}": load.item() for e, load in enumerate(loads / loads.mean())}

@@ -135,6 +135,7 @@ JUDGEMENTS = {
     "the user's mistake": ("error", "", [SIGNALLED, FINE], "error", ""),
     "the same, before it began": ("starting", "", [MISTAKE, LOST], "error", "no GPU"),
     "a bug on one rank": ("failed", "", [LOST, end(2, "b failed", tail=BUG)], "failed", "b failed"),
+    "rank 0 knew": ("failed", "", [LOST, FINE], "failed", "m"),
     "a machine restarted": ("failed", "", [LOST, GONE], "failed", "everything on b was gone"),
     "a cable was pulled": ("failed", "", [LOST, SILENT], "failed", "b does not answer"),
     "stopped early": ("starting", STOP, [SIGNALLED, SIGNALLED], "stopped", ""),
@@ -298,23 +299,9 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
     assert cluster.read_status(supervisor.out)["message"] == "what 1"  # that of `waiting`: `attempt` records the end
 
 
-@pytest.mark.parametrize("state, reported, order, message", [
-    ("failed", "rank 0 on a: KeyError: 'x'", 1, "rank 1 failed"), ("failed", "a\nb", node.FOLLOWED, "a\nb"),
-    ("running", "", node.KILLED, "rank 1 failed"), ("starting", "", node.FOLLOWED, "rank 1 failed"),
-])  # fmt: skip
-def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, state, reported, order, message):
-    write_status(supervisor, state, reported)
-    error = end(order, "rank 1 failed")["errors"][0]
-    supervisor.job["retries"] = 0
-    monkeypatch.setattr(Supervisor, "attempt", lambda self: self.write_status(*self.judge(error)))
-    supervisor.run()
-    assert cluster.state_of(supervisor.out).message == message
-    assert node.read_json(supervisor.out / "status.json")["message"] == message
-    assert log(supervisor).endswith(str(cluster.state_of(supervisor.out)))
-    assert cluster.follow(supervisor.out, "-n50") == 1 and capsys.readouterr().err.endswith(f"{message}\n")
+def test_a_full_disk_is_named(supervisor, monkeypatch):
     monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
-    write_status(supervisor, state, reported)
-    assert f"the disk of {supervisor.out} is full" in supervisor.judge(error)[1]
+    assert f"the disk of {supervisor.out} is full" in supervisor.judge(KILLED["errors"][0])[1]
 
 
 @pytest.mark.parametrize("state, status, out, err", [
