@@ -96,14 +96,13 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     among the most probable that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1).cpu()
-    logits = logits.float().cpu() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], float("-inf"))
+    ordered, index = (logits.float().cpu() / temperature).sort(-1, descending=True)
+    if top_k:
+        ordered[:, top_k:] = float("-inf")
+    p = ordered.softmax(-1)
     if top_p < 1:
-        ordered, index = logits.softmax(-1).sort(-1, descending=True)
-        drop = ordered.cumsum(-1) - ordered >= top_p
-        logits = logits.masked_fill(drop.scatter(-1, index, drop), float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
+    return torch.multinomial(torch.zeros_like(p).scatter(-1, index, p), 1, generator=generator)[:, 0]
 
 
 @torch.no_grad()
