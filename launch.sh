@@ -8,7 +8,7 @@
 #     --retries N     relaunches without progress before giving up (default: 3 on several machines, 0 on one)
 #     All other arguments go to train.py; python train.py --help lists its flags.
 #     Ctrl-C ends the following of the log, with status 130; the run continues.
-# bash launch.sh logs   [--out DIR] [HOST|RANK]  watch a run to its end, or the output of a host or rank
+# bash launch.sh logs   [--out DIR] [HOST|RANK]  watch a run to its end, or show the output of a host or rank
 # bash launch.sh status [--out DIR]              its state, and its processes on every host
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
 # bash launch.sh stop   [--out DIR] [--now]      let it save and stop; --now, or once more: at once, without saving

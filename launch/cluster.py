@@ -39,7 +39,7 @@ if __name__ == "__main__":
 from filelock import SoftFileLease, Timeout
 
 from config import parse_args
-from doctor import PATIENCE, Host, ask, check_command, columns, read_job, say, survey, verb_doctor, verb_sync
+from doctor import PATIENCE, Host, ask, columns, read_job, say, survey, verb_doctor, verb_sync
 from lib.files import FULL, free_space
 from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, write_json
 
@@ -139,7 +139,7 @@ class Supervisor:
                 time.sleep(LOOK)
 
     def attempt(self) -> State:
-        """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
+        """One launch, to its end. If the first attempt cannot start, this is the user's mistake."""
         first = "id" not in self.job
         if self.stop_requested():
             return self.write_status("stopped", "between two tries")
@@ -151,10 +151,9 @@ class Supervisor:
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
         launch = {key: self.job[key] for key in ("out", "ssh", "id")}
         write_json(self.out / "logs/launch.json", launch | {"hosts": [asdict(host) for host in self.hosts]})
-        meeting = {"nodes": len(self.hosts), "first": self.hosts[0].address}
+        meeting = {"nodes": len(self.hosts), "first": self.hosts[0].address, "last": self.hosts[-1].address}
         if problems := ask(self.hosts, self.job, "start", patience=START_LIMIT + 20, **meeting):
-            silent = any("silent" in host.last for host in self.hosts)
-            end = "error" if first and not silent else "failed", "\n".join(problems)
+            end = "error" if first else "failed", "\n".join(problems)
         else:
             self.watch()
             error = first_error(self.hosts)
@@ -214,12 +213,6 @@ def last_saved(out: Path) -> str:
 # ---- following a run
 
 
-def end_of_log(out: Path) -> str:
-    """tail's option for what log.txt will get from now on."""
-    log = out / "log.txt"
-    return f"-c+{log.stat().st_size + 1 if log.exists() else 1}"
-
-
 def wait(out: Path, *states: str) -> State:
     """Waits until the run leaves these states. Ctrl-C ends the waiting, not the run."""
     # As a KeyboardInterrupt it would be lost in a finalizer, for example of a lock.
@@ -231,16 +224,15 @@ def wait(out: Path, *states: str) -> State:
     return now
 
 
-def follow(out: Path, start: str) -> int:
-    """Shows log.txt, beginning where tail's option `start` says, until the run is over -> the exit status."""
+def follow(out: Path) -> int:
+    """Shows the last lines of log.txt, and what it gets until the run is over -> the exit status."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as body:  # when it has ended, tail looks once more, and ends
         log = out.absolute() / "log.txt"
-        viewer = subprocess.Popen(["tail", "-F", start, "-s0.1", f"--pid={body.pid}", log], stderr=subprocess.DEVNULL)
+        viewer = subprocess.Popen(["tail", "-Fn50", "-s0.1", f"--pid={body.pid}", log], stderr=subprocess.DEVNULL)
         end = wait(out, "starting", "running", "waiting")
     viewer.wait()
     status = EXIT[end.state]
-    text = f"error: {end.message}" if status == 2 else f"{out}: {end}"
-    say(text, sys.stderr if status else sys.stdout)
+    say(f"{out}: {end}", sys.stderr if status else sys.stdout)
     return status
 
 
@@ -258,11 +250,11 @@ FLAGS = {  # of the verbs that apply to a run
 
 def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, flags)"""
-    flags = Parser(FLAGS[verb], prog=f"launch.sh {verb}", add_help=False).parse_args(words)
+    flags = Parser(FLAGS[verb], add_help=False).parse_args(words)
     runs = Path("runs")
     out = flags.out or max(runs.glob("*/"), key=lambda run: read_status(run).get("time", 0), default=runs)
     if not (out / "status.json").exists():
-        raise UserError(f"{out.absolute()} is not a run folder: give --out DIR")
+        raise UserError(f"{out} is not a run folder: give --out DIR")
     return out, flags
 
 
@@ -276,7 +268,7 @@ def verb_train(words: list[str]) -> int:
     config = parse_args(job["words"], trains=True)
     survey(hosts, job)
     # train.py's own check, on the first host
-    done = hosts[0].call(job, "run", PATIENCE, command=check_command(job, hosts))
+    done = hosts[0].call(job, "run", PATIENCE, command=job["check"])
     if hosts[0].problem:
         raise UserError(hosts[0].problem)
     say(done["err"], sys.stderr, end="")
@@ -290,14 +282,12 @@ def verb_train(words: list[str]) -> int:
         raise UserError(f"{out} is being trained already. {hints(out)}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "logs/stop").unlink(missing_ok=True)
-    start = end_of_log(out)
     leave_behind(Supervisor(job, hosts))
     if wait(out, "starting").state == "running":
-        say(f"Started {out} on {', '.join(h.label for h in hosts)}; log in {out}/log.txt")
+        say(f"Started {out} on {', '.join(h.label for h in hosts)}. {hints(out)}")
         if job["detach"] or (len(hosts) > 1 and not sys.stdout.isatty()):
-            say(hints(out))
             return 0
-    return follow(out, start)
+    return follow(out)
 
 
 def leave_behind(supervisor: Supervisor) -> None:
@@ -322,29 +312,24 @@ def leave_behind(supervisor: Supervisor) -> None:
 
 
 def verb_logs(out: Path, flags: argparse.Namespace) -> int:
-    if flags.which is not None:
-        options = ["-n", "20"] + ["-F"] * (state_of(out).state not in EXIT)
-        os.execvp("tail", ["tail", *options, "--", *map(str, output_files(out, flags.which))])
-    return follow(out, "-n50")
-
-
-def find_host(hosts: list[Host], label: str | None) -> Host:
-    """The run's host of this label or name; the first one for None."""
-    for host in hosts:
-        if label in (None, host.label, host.name):
-            return host
-    raise UserError(f"launch.sh started no host '{label or ''}' for this run; `bash launch.sh status` lists them")
-
-
-def output_files(out: Path, which: str) -> list[Path]:
-    """The output files of one host, or of one rank, in the newest attempt. The ranks are in the order of the hosts."""
+    if flags.which is None:
+        return follow(out)
     launch, hosts = read_launch(out)
-    ranks = [(h, f"*/attempt_*/{i}/*.log") for h in hosts for i in range(h.slots)]
-    if which.isdigit() and int(which) < len(ranks):
-        host, pattern = ranks[int(which)]
-    else:
-        host, pattern = find_host(hosts, which), "**/*.log"
-    return sorted((out / "logs" / host.label / launch["id"]).glob(pattern))
+    host, pattern = find_host(hosts, flags.which)
+    files = (out / "logs" / host.label / launch["id"]).glob(pattern)
+    return subprocess.call(["tail", "-vn50", *sorted(files)])
+
+
+def find_host(hosts: list[Host], which: str | None) -> tuple[Host, str]:
+    """The run's host of this label, name or rank, or the first one -> (host, pattern of its output files). The ranks
+    are in the order of the hosts."""
+    for host in hosts:
+        if which in (None, host.label, host.name):
+            return host, "**/*.log"
+    ranks = [(host, f"*/attempt_*/{i}/*.log") for host in hosts for i in range(host.slots)]
+    if which and which.isdigit() and int(which) < len(ranks):
+        return ranks[int(which)]
+    raise UserError(f"launch.sh started no host '{which or ''}' for this run; `bash launch.sh status` lists them")
 
 
 def verb_status(out: Path, flags: argparse.Namespace) -> None:
@@ -361,24 +346,21 @@ def verb_status(out: Path, flags: argparse.Namespace) -> None:
 
 def verb_stop(out: Path, flags: argparse.Namespace) -> int:
     launch, hosts = read_launch(out)
-    now, request_file = state_of(out), out / "logs/stop"
-    if now.state in EXIT:
-        say(f"{out} is not running: {now.state}")
-        return 0
-    at_once = flags.now or request_file.exists()
-    say(f"Stopping {out} at once" if at_once else f"{out} ends its step and saves; once more stops it at once")
-    start = end_of_log(out)
-    with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
-        request_file.parent.mkdir(exist_ok=True)
-        request_file.write_text("now" * at_once)
-    if at_once:
-        ask(hosts, launch, "sweep")
-    return follow(out, start)
+    request_file = out / "logs/stop"
+    if state_of(out).state not in EXIT:
+        at_once = flags.now or request_file.exists()
+        say(f"Stopping {out} at once" if at_once else f"{out} ends its step and saves; once more stops it at once")
+        with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
+            request_file.parent.mkdir(exist_ok=True)
+            request_file.write_text("now" * at_once)
+        if at_once:
+            ask(hosts, launch, "sweep")
+    return follow(out)
 
 
 def verb_attach(out: Path, flags: argparse.Namespace) -> int:
     launch, hosts = read_launch(out)
-    host = find_host(hosts, flags.which)
+    host, _ = find_host(hosts, flags.which)
     command = ["tmux", "attach", "-t", f"={host.session}"]
     return subprocess.call(command if host.local else [*host.ssh(f"-t {launch['ssh']}"), shlex.join(command)])
 

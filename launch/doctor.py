@@ -154,7 +154,8 @@ def read_hosts(listed: str | None) -> list[Host]:
 
 
 def survey(hosts: list[Host], job: dict) -> None:
-    """Examines all hosts at once and settles their addresses, GPUs and ranks. UserError with all problems."""
+    """Examines all hosts at once and settles their addresses, GPUs and ranks, and the command of train.py's own check.
+    UserError with all problems."""
     files = [*own_files(), INSTALLED]
     problems, here = ask(hosts, job, "probe", 60, files=files), digest(files)
     problems += [f"{h.label}: other code or packages than here" for h in hosts if h.last.get("digest", here) != here]
@@ -162,6 +163,8 @@ def survey(hosts: list[Host], job: dict) -> None:
         raise UserError("\n".join([*problems, "To copy code and packages: bash launch.sh sync"]))
     settle_addresses(hosts)
     share_gpus(hosts, job["nproc"])
+    ranks = sum(host.slots for host in hosts)
+    job["check"] = ["env", "RANK=0", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
     without = ", ".join(host.label for host in hosts if not host.devices)
     if without and any(host.devices for host in hosts):
         raise UserError(f"{without}: no GPU, while others have some")
@@ -189,18 +192,12 @@ def share_gpus(hosts: list[Host], nproc: int) -> None:
         host.slots = nproc or host.slots or share or 1
 
 
-def check_command(job: dict, hosts: list[Host]) -> list[str]:
-    """train.py's own check for a run on these hosts."""
-    ranks = sum(host.slots for host in hosts)
-    return ["env", "RANK=0", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
-
-
 # ---- sync
 
 
 def verb_sync(words: list[str]) -> int:
     """Copies the code to the same path on all hosts at once, and .venv where its list of packages differs."""
-    Parser({"--hosts": FLAGS["--hosts"]}, prog="launch.sh sync", add_help=False).parse_args(words)
+    Parser({"--hosts": {}}, add_help=False).parse_args(words)
     hosts, job = read_job(words)
     root, names = shlex.quote(str(ROOT)), shlex.join(own_files())
 
@@ -211,7 +208,7 @@ def verb_sync(words: list[str]) -> int:
         pack = f"tar -cf - --exclude={INSTALLED} {names} {venv} && tar -cf - {INSTALLED}"
         unpack = shlex.join([*host.ssh(job["ssh"]), f"mkdir -p {root} && tar -C {root} -xif -"])
         failed = subprocess.call(["bash", "-o", "pipefail", "-c", f"({pack}) | {unpack}"], cwd=ROOT)
-        say(f"{host.label}: " + ("the copy failed, see above" if failed else "has the files of this folder"))
+        say(f"{host.label}: {'not ' * bool(failed)}copied")
         return failed
 
     return any(on_all(copy, [host for host in hosts if not host.local]))
@@ -229,7 +226,8 @@ def verb_doctor(words: list[str]) -> int:
     table, problems = [("host", *names)], []
 
     def measure(host: Host) -> dict:
-        command = ["env", *meeting, f"RANK={host.node}", *program, host.address, *check_command(job, hosts)]
+        peer = hosts[-1 if host is hosts[0] else 0].address
+        command = ["env", *meeting, f"RANK={host.node}", *program, peer, *job["check"]]
         done = host.call(job, "run", PATIENCE, command=command)
         if host.problem or done["exit"]:
             return {"problems": [host.problem or last_line(done["err"])]}

@@ -37,8 +37,8 @@ make_complete() {  # its caller opens the checkout's folder as descriptor 9, for
   fi
   torch=torch==$(supported_torch "$python") || { torch=${needs[0]} && install_torch; }
   "${pip[@]}" "$torch" "${needs[@]:1}" ||
-    complain "Installing the requirements failed, see above. Check the network, pip's proxy and the free space (torch needs
-1 GB for CPUs, 8 GB with CUDA). Torch needs Python 3.10 to 3.14; to choose one: python3.12 -m venv --clear .venv"
+    complain "Installing the requirements failed, see above. Torch needs Python 3.10 to 3.14 (to choose one: python3.12 -m
+venv --clear .venv), 1 GB for CPUs, 8 GB with CUDA."
   stamp >"$file"
 }
 

@@ -107,23 +107,17 @@ def write_json(path, value):
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
-        if not path.exists():
-            raise
-        with open(path, "r+") as file:
-            file.write(text)
-            file.truncate()
+        path.write_text(text)
 
 
 def tail(path, lines):
-    """The last lines of a file of any size."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 65536))
-        return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:])
-    return ""
+    """The last lines of a file; empty if it cannot be read."""
+    command = ["tail", "-n", str(lines), path]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
 
 
 def last_line(text):
-    return (text.strip().splitlines() or [""])[-1]
+    return text.strip().rpartition("\n")[2]
 
 
 def processes(logs):
@@ -158,20 +152,17 @@ def agent(parcel):
 def join(out, attempt, ranks, port, addresses, *words):
     """Is the agent of a Slurm node for the run `out`. addresses: of the job's nodes, in their order; words: for
     train.py."""
-    nodes, node = addresses.split(), int(os.environ["SLURM_NODEID"])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((nodes[0 if node else -1], int(port)))  # sends nothing, but settles the own address on this way
-        address = s.getsockname()[0]
+    nodes = addresses.split()
     request = dict(
         out=out,
         label=os.environ["SLURMD_NODENAME"],
         id=attempt,
         nodes=len(nodes),
-        node=node,
+        node=int(os.environ["SLURM_NODEID"]),
         slots=int(ranks),
         first=nodes[0],
+        last=nodes[-1],
         port=port,
-        address=address,
         python=sys.executable,
         words=words,
     )
@@ -190,7 +181,7 @@ def run_agent(request):
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, request_stop)
-    choose_interface(request["address"])
+    choose_interface(request["last" if request["node"] == 0 else "first"])
     # The first machine's torchrun keeps two connections to each rank.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -263,11 +254,9 @@ def digest(names):
 
 def query(fields):
     """What nvidia-smi says of each GPU, in a line; [] if it is missing or fails."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    command = ["timeout", "30", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return [] if done.returncode else done.stdout.splitlines()
 
 
 def probe(request):
@@ -293,11 +282,11 @@ def run(request):
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
-def choose_interface(address):
-    """Makes gloo and NCCL use the network interface of this address. gloo would look up its own hostname, which
+def choose_interface(peer):
+    """Makes gloo and NCCL use the network interface that leads to this host. gloo would look up its own hostname, which
     Debian's /etc/hosts maps to 127.0.1.1."""
-    shown = "1: lo" if address.startswith("127.") else subprocess.getoutput(f"ip -o addr show to {address}")
-    if match := re.match(r"\d+: (\S+)", shown):
+    route = subprocess.getoutput(f"ip -o route get {socket.gethostbyname(peer)}")
+    if match := re.search(r" dev (\S+)", route):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", match[1])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={match[1]}")  # without `=`: every name that begins like this
 
@@ -327,8 +316,7 @@ def start(request):
     tmux = ["tmux", "new-session", "-d", "-s", request["session"], *command]
     if not shutil.which("tmux") or subprocess.run(tmux, env=plain, capture_output=True).returncode:
         nothing = subprocess.DEVNULL
-        with open(logs / "background.stderr.log", "wb") as err:
-            subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
+        subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     end = time.monotonic() + START_LIMIT
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
@@ -366,10 +354,10 @@ def sweep(request):
     return {}
 
 
-def measure(address, *check):
+def measure(peer, *check):
     """Prints, as JSON, this host's version of torch, the speed of a product on each GPU, the MB/s of the sum of 64 MiB
     over all hosts, which meet as torchrun's variables say, the answer of train.py's own check, and problems."""
-    choose_interface(address)
+    choose_interface(peer)
     from datetime import timedelta
 
     import torch

@@ -252,7 +252,7 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
     assert watcher.returncode == 0
     assert "long.x: stopped at step" in out
     assert (run / "log.txt").read_text().splitlines()[-1] in out
-    assert checkout.launch("stop", *name) == (0, "runs/long.x is not running: stopped\n", "")
+    assert "long.x: stopped at step" in checkout.says("stop", *name)
     assert "a line for the user" in checkout.says("logs", "0", *name)
 
 
@@ -398,7 +398,7 @@ def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(chec
     odd = "$HOME; '\""
     status, out, err = checkout.launch(*name, "--steps", "5000", "--save_every", "1", "--end", "deaf", "--x", odd)
     assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
-    assert f"Started runs/two on {NAME}, {label}; log in" in out
+    assert f"Started runs/two on {NAME}, {label}. " in out
     run, log = checkout.run("two"), checkout.run("two") / "log.txt"
     eventually(lambda: "Batch 4 " in node.read(log), "some batches")
     assert json.dumps(["--x", odd])[1:-1] in log.read_text()
@@ -435,7 +435,7 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
     (checkout.folder / "new_and_uncommitted.py").write_text("x = 1\n")
     err = checkout.says("--hosts", f"{here},{apart}", status=2)
     assert "launch.sh sync" in err and re.search(f"error: {label} does not answer: .*can't open file", err)
-    assert checkout.says("sync", "--hosts", f"{here},{apart}").count("has the files of this folder") == 2
+    assert checkout.says("sync", "--hosts", f"{here},{apart}").count(": copied\n") == 2
     (checkout.folder / "new_and_uncommitted.py").write_text("y = 2\n")
     err = checkout.says("--hosts", f"{here},{apart}", status=2)
     assert f"{label}: other code or packages than here\n" in err and "launch.sh sync" in err
