@@ -228,7 +228,7 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
 BAD = {  # other files' tests have more mistakes; these end in different parts of the start
     "a misspelled recipe": (["@defaults"], "did you mean @recipes/default.args?"),
     "a misspelled file": (["--data", "READMI.md"], "--data READMI.md does not exist, or has no file"),
-    "a file for --out": (["--out", str(ROOT / "README.md")], "File exists"),
+    "a file for --out": (["--out", str(ROOT / "README.md")], "README.md"),
     "too long a name": (["--out", "é" * 128], "File name too long"),
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
     "weights that are not there": (["--weights", "{hf}-not"], "--weights"),
