@@ -31,6 +31,7 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, check_words, prepare_python, run_script
@@ -344,7 +345,8 @@ def clean(run: Path, last: float = math.inf) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
     for damaged in folders(run):
         if step_of(damaged) > last:
-            os.rename(damaged, f"{damaged}.damaged{time.time_ns()}")
+            asides = (damaged.with_name(f"{damaged.name}.damaged{n or ''}") for n in count())
+            os.rename(damaged, next(aside for aside in asides if not aside.exists()))
 
 
 # ---- verifying
@@ -436,6 +438,8 @@ class Checkpoint:
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """A slice of a tensor, assembled from the stored shards. Opens only files with a part of it."""
+        if key not in self.layouts:
+            raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         layout = self.layouts[key]
         needed = range(layout.parts)
         if layout.shape:

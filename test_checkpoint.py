@@ -226,7 +226,7 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
     saver, left = make_saver(model, optimizer, {}, config, start=1), {}
     for step in (2, 4, 6):
         saver.save(step, torch.arange(20))
-        left[step] = sorted(re.sub("step-0+|(?<=damaged).*", "", p.name) for p in tmp_path.glob("checkpoints/*"))
+        left[step] = sorted(p.name.replace("step-0000000", "") for p in tmp_path.glob("checkpoints/*"))
         assert step > 2 or checkpoint.find(config)[0].step == 2  # the later damaged checkpoint does not displace it
     assert left == {2: ["1", "2", "2.damaged", "3.damaged"], 4: ["1", "2", "4"], 6: ["2", "4", "6"]}
     assert all(intact for _, intact, _ in checkpoint.verify(tmp_path))
@@ -257,7 +257,7 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
     assert checkpoint.find(config)[0].step == 12
     checkpoint.clean(tmp_path, 4)
     checkpoint.clean(tmp_path, 4)
-    assert len([*folder.glob("step-00000006.damaged*/why.txt")]) == 1
+    assert (folder / "step-00000006.damaged/why.txt").exists()
 
 
 def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoint:
