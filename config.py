@@ -70,7 +70,7 @@ class Config:
     lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs=("weights", "lora"))
     data: tuple = may_change_on_resume(
         (),
-        "token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
+        "token shards (a folder, .bin), .txt, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
         " s3://, gs://, az://, https://, each with an optional :WEIGHT; none = the built-in text. It also replaces"
         " a recipe's --val_data",
         group="data",

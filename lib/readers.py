@@ -1,7 +1,7 @@
 """Reads files of text as rows: a reader for each format, for files at any address of lib/stores.py. Imports no torch.
 
 A reader takes an open file and yields its rows, without parsing them: lines of .jsonl, rows of .json (JSON lines, or a
-list of rows), of .csv or of .parquet. A .txt or .md file is one document. A new format needs a reader in READERS. A
+list of rows), of .csv or of .parquet. A .txt file is one document. A new format needs a reader in READERS. A
 reader raises UserError without the name of the file, which `TextFile` puts before the message."""
 
 import codecs
@@ -28,12 +28,12 @@ BUILTIN = "built-in.text"  # the name of text that is in no file
 SHARD = ".bin"
 VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
 log = logging.getLogger("flatland")
-DOCUMENTS = ".txt", ".md"  # files that are one document each
+DOCUMENTS = (".txt",)  # files that are one document each
 TXT_PIECE = 2**24  # bytes; a longer document is tokenised in pieces, cut between lines
 
 
 class TextRow(NamedTuple):
-    content: bytes | str | dict | UserError  # a line of JSON, a document or a piece of one, fields, or a problem
+    content: bytes | str | dict  # a line of JSON, a document or a piece of one, or fields
     number: int = 0  # in its file, from 1
     val: bool = False  # held out for validation
     begins: bool = True  # False: it continues the document of the row before
@@ -69,25 +69,17 @@ def _read_json(stream):
     if stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
         yield from map(bytes.strip, stream)
         return
-    try:
-        yield from json.loads(stream.read())
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"it begins with [ but is not a JSON list of rows: {e}") from None
+    yield from json.loads(stream.read())
 
 
 def _read_csv(stream):
     """The first line names the fields."""
     csv.field_size_limit(2**31 - 1)  # the default refuses fields above 128 KiB
     rows = csv.DictReader(codecs.iterdecode(stream, "utf-8-sig"), strict=True)
-    try:
-        names = rows.fieldnames or []
-        if len({*names}) < len(names):
-            raise UserError(f"the first line must name the fields, each once, but is {names}")
-        for row in rows:
-            is_whole = None not in (*row, *row.values())  # else it has more or fewer fields than names
-            yield row if is_whole else UserError("not the fields of the first line: put text with commas in quotes")
-    except csv.Error as e:
-        raise UserError(f"line {rows.reader.line_num} is not CSV: {e}") from None
+    for row in rows:
+        if None in (*row, *row.values()):  # more or fewer fields than names
+            raise UserError(f"line {rows.line_num} has not the first line's fields: put text with commas in quotes")
+        yield row
 
 
 def _read_parquet(stream):
@@ -95,11 +87,8 @@ def _read_parquet(stream):
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
-    try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as e:
-        raise UserError(f"not a parquet file, or damaged: {e}") from None
+    for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
+        yield from batch.to_pylist()
 
 
 READERS = {
@@ -207,9 +196,8 @@ class TextFile(NamedTuple):
                     number = row.number
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
                         yield row
-            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as e:
-                problem = f"damaged, cut short or not UTF-8 after row {number}: {e}"
-                raise UserError(f"{problem}: get it again, or convert it with iconv") from None
+            except (EOFError, ValueError, RecursionError, zlib.error, gzip.BadGzipFile, csv.Error) as e:
+                raise UserError(f"damaged, cut short, or not {kind[1:]} in UTF-8 after row {number}: {e}") from None
 
 
 def builtin_file() -> TextFile:

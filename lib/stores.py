@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
 from lib.hub import hub_errors
-from lib.progress import advance
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
@@ -86,13 +85,6 @@ def _open_hub(spec, flag):
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
     store.resolve_path(path)  # the store remembers the answer
     return store, path
-
-
-def fetch(store, name: str, path: str) -> None:
-    """Copies a file to a path."""
-    from fsspec.callbacks import Callback
-
-    store.get_file(name, path, callback=Callback(hooks={"progress": lambda *_, **__: advance()}))
 
 
 def open_file(store, name: str, in_sequence: bool) -> io.BufferedIOBase:

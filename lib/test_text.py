@@ -81,7 +81,7 @@ def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name, content):
     """In one process, and (one kind) in several."""
     (tmp_path / name).write_bytes(content)
     if name == "a.parquet":
-        table = pytest.importorskip("pyarrow").table({"id": range(len(ROWS)), "text": [r.encode() for r in ROWS]})
+        table = pytest.importorskip("pyarrow").table({"id": range(len(ROWS)), "text": ROWS})
         pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / name, row_group_size=70)
     monkeypatch.setattr(text, "BATCH", 1000)
     monkeypatch.setattr(text, "PARALLEL", 0 if name == "a.jsonl" else 10**9)
@@ -93,7 +93,7 @@ def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name, content):
         assert sum(f["tokens"] for n, f in index["files"].items() if n.startswith(split)) == len(expected)
     assert len(index["files"]) > 4 and max(f["tokens"] for f in index["files"].values()) <= 4000 + longest
     assert index["delimiter"] == 256 and index["fingerprint"] == "bytes"
-    assert [*verify(tmp_path / "out")] == []
+    verify(tmp_path / "out")
 
 
 ASK, ANSWER = TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -124,7 +124,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
     folder = tmp_path / "files"
     listed, plain = json.dumps([{"text": row} for row in ROWS]).encode(), "\n".join(ROWS).encode()
     files = {"a.jsonl": jsonl(ROWS), "a.json": listed, "a.txt": plain, "deep/b.jsonl": jsonl(ROWS[:3])}
-    files |= {"a.csv": as_csv(ROWS), "a.md": plain}
+    files |= {"a.csv": as_csv(ROWS)}
     files |= {f"{name}.gz": gzip.compress(content) for name, content in files.items()}
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
         there, here = (find_files(f"{base}/a.*", "") + find_files(f"{base}/**/b.*", "") for base in (address, folder))
         assert len(there) == len(here) == len(names)
         for remote, local in zip(there, here, strict=True):
-            how = (7, 20) if local.name.endswith(("z", "d")) else (0, 0)
+            how = (7, 20) if local.name.endswith("z") else (0, 0)
             assert [*remote.rows(*how)] == [*local.rows(*how)], local.name
             assert remote.size == local.size and remote.version and remote.store
         found = []
@@ -185,14 +185,6 @@ def test_files_in_deeper_folders(tmp_path):
     assert tokens(tmp_path / "out", "train") == naive(ROWS)["train"]
 
 
-def test_text_that_is_stored_as_bytes():
-    talk = [{"role": b"user", "content": b"Why?"}, {"role": b"assistant", "content": b"So."}]
-    rows = [{"text": ROWS[0].encode(), "image": b"\xff"}, {"messages": talk}]
-    expected = ([256, *ROWS[0].encode()], "text", []), BYTES(TextRow(chat(TALK)))
-    assert tuple(BYTES(TextRow(row)) for row in rows) == expected
-    assert "found: text (bytes)" in refused(BYTES, TextRow({"text": b"\xff"}))
-
-
 def test_text_is_tokenised_once(tmp_path, monkeypatch):
     """And again with another number of the code's format, or in another --cache."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
@@ -230,7 +222,8 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     if at > 1:
         assert "not prepared to its end" in refused(open_alone, parse_args(["--data", str(tmp_path / "out")]))
     seen[:] = range(at)  # from now on there is no interruption
-    assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and [*verify(tmp_path / "out")] == []
+    assert run(sources, tmp_path / "out", shard_tokens=4000) == whole
+    verify(tmp_path / "out")
     assert at == 1 or seen[at] > 1  # finished shards are kept
     count = len(seen)
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and len(seen) == count
@@ -265,10 +258,11 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     out = tmp_path / "out"
     words = ["--input", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", out, "--val_every", 0]
+    words += ["--shard_tokens", 20000]
     data.main(["prepare", *map(str, words)])
     assert tokens(out, "train") == naive(ROWS, 0)["train"] and not list(out.glob("val*"))
     output = capsys.readouterr()
-    assert f"{out}: {len(naive(ROWS, 0)['train'])} tokens in 1 shard." in output.out and f"--data {out}" in output.out
+    assert f"{out}: {len(naive(ROWS, 0)['train'])} tokens in 2 shards\n" in output.out
     path = out / "train-00000.bin"
     content = bytearray(path.read_bytes())
     content[2000] ^= 1
@@ -278,7 +272,8 @@ def test_command_line(tmp_path, capsys):
     output = capsys.readouterr().out
     assert output.count("--- row") == 2 and "[[" in output
     path.unlink()
-    assert f"No such file or directory: '{path}'" in refused(data.main, ["verify", str(out)])
+    with pytest.raises(FileNotFoundError):
+        data.main(["verify", str(out)])
     path.write_bytes(content[:500])
     assert "500 bytes without llm.c's header" in refused(data.main, ["verify", str(path)])
     with pytest.raises(SystemExit):
@@ -299,15 +294,15 @@ def test_wrong_flags_of_prepare(words, message):
 GOOD = jsonl(["good"])
 BAD = {
     "no bytes": ("a.json.gz", b"", "no rows are left"),
-    "gzip cut": ("a.json.gz", gzip.compress(jsonl(ROWS))[:-200], r"gz: .*cut short .* after row \d+"),
+    "gzip cut": ("a.json.gz", gzip.compress(jsonl(ROWS))[:-200], r"gz: .*cut short, .* after row \d+"),
     "no gzip": ("a.json.gz", GOOD, "damaged, .*: Not a gzipped file"),
     "json": ("a.jsonl", GOOD + b"{'text': 1}\n", r"line 2: not JSON.*--skip_bad"),
     "array": ("a.json", b'[{"text": "x"}, 5]\n', "row 2: no text in field 'text'"),
-    "open array": ("a.json", b'[{"text": "x"},\n', r"begins with \[ but is not a JSON list of rows"),
+    "open array": ("a.json", b'[{"text": "x"},\n', "damaged, .*not json in UTF-8 after row 0: "),
     "null": ("a.jsonl", GOOD + b'{"text": null}', "line 2: no text in field 'text' .*text .NoneType"),
     "surrogate": ("a.jsonl", GOOD + b'{"text": "half a pair: \\ud83c"}', "line 2.*surrogate"),
     "field": ("a.jsonl", GOOD + jsonl(["x"], "body"), "line 2: no text .*id .int., body .str.*--text_field"),
-    "Latin-1": ("a.txt", "naïve".encode("latin-1"), "not UTF-8 after row 0: .*position 2: .*iconv"),
+    "Latin-1": ("a.txt", "naïve".encode("latin-1"), "not txt in UTF-8 after row 0: .*position 2"),
     "blank": ("a.jsonl", b"\n \n", "no rows are left"),
     "no assistant": ("a.jsonl", chat(TALK[:1]), "line 1: .*without an assistant"),
     "history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "line 1: .*history"),
@@ -316,12 +311,11 @@ BAD = {
     "no message": ("a.jsonl", b'{"conversations": ["Why?"]}', "line 1: .*message 0: expected .* user"),
     "question": ("a.jsonl", b'{"question": "Why?", "answer": "So."}', "question .str., .* messages, .*--chat_fields"),
     "both kinds": ("a.jsonl", GOOD + chat(TALK), "line 2: documents and conv"),
-    "CSV row": ("a.csv", b"text,n\na,1\n\na, b,1\n", "row 2: not the fields of .* quotes.*_bad"),
-    "CSV quote": ("a.csv", b'text\n"a', "line 2 is not CSV: unexpected end"),
+    "CSV row": ("a.csv", b"text,n\na,1\n\na, b,1\n", "line 4 has not .* quotes"),
+    "CSV quote": ("a.csv", b'text\n"a', "not csv in .*: unexpected end"),
     "CSV field": ("a.csv", as_csv(ROWS).replace(b"text", b"body"), r"row 1: .*'text' \(found: id .str., body .str"),
-    "CSV names": ("a.csv", b"text,text\na,b\n", "name the fields, each once"),
-    "CSV Latin-1": ("a.csv.gz", gzip.compress("text\nna\xefve\n".encode("latin-1")), "not UTF-8 after row 0.*iconv"),
-    "parquet": ("a.parquet", b"PAR1", "not a parquet file|needs pyarrow: .* -m pip install pyarrow"),
+    "CSV Latin-1": ("a.csv.gz", gzip.compress("text\nna\xefve\n".encode("latin-1")), "not csv in UTF-8 after row 0"),
+    "parquet": ("a.parquet", b"PAR1", "not parquet|needs pyarrow: .* -m pip install pyarrow"),
 }  # fmt: skip
 
 
@@ -421,7 +415,7 @@ def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypat
     monkeypatch.setattr("lib.readers.TXT_PIECE", 40)
     texts = [f"text {i}\n".encode() * 20 for i in range(count)]
     for i, content in enumerate(texts):
-        (tmp_path / f"{i:02}{('.txt', '.md')[i % 2]}").write_bytes(content)
+        (tmp_path / f"{i:02}.txt").write_bytes(content)
     sources = [tmp_path / "[0-9]*"]
     run(sources, tmp_path / "out")
     last = [len(content) * 19 // 20 for content in texts]  # a line begins there
@@ -440,17 +434,15 @@ def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypat
     assert all(tokens(tmp_path / "parts", split) == expected[split] for split in expected)
 
 
-@pytest.mark.parametrize("spec, files, found, left_out", [
-    ("", "README.md a.md", "a.md", ""), ("README.md", "README.md a.md", "README.md", ""),
-    ("*", "README.md a.md b.csv", "a.md b.csv", ""),
-    ("", ".git a.md b.py", "a.md", "1 file of unknown kind left out (.py)"),
-    ("", "a.md b.py c d.py", "a.md", "3 files of unknown kind left out (.py, no suffix)"),
+@pytest.mark.parametrize("files, found, left_out", [
+    (".git a.csv b.py", "a.csv", "1 file of unknown kind left out (.py)"), ("a.txt b.csv", "a.txt b.csv", ""),
+    ("a.txt README.md c d.py", "a.txt", "3 files of unknown kind left out (.md, .py, no suffix)"),
 ])  # fmt: skip
-def test_a_readme_and_unknown_kinds_beside_data_are_no_data(tmp_path, caplog, spec, files, found, left_out):
+def test_unknown_kinds_beside_data_are_no_data(tmp_path, caplog, files, found, left_out):
     for name in files.split():
         (tmp_path / name).touch()
-    assert sorted(Path(file.name).name for file in find_files(f"{tmp_path}/{spec}", "")) == found.split()
-    assert caplog.messages == [f" {tmp_path}/{spec}: {left_out}"] * bool(left_out)
+    assert sorted(Path(file.name).name for file in find_files(f"{tmp_path}/", "")) == found.split()
+    assert caplog.messages == [f" {tmp_path}/: {left_out}"] * bool(left_out)
 
 
 @pytest.mark.parametrize("row", [chat(TALK), b'{"text": "Why? So."}'])

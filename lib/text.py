@@ -38,7 +38,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
+from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_chat
 from lib.errors import Parser, UserError, naming, printable, within
 from lib.files import (
     SUBSTITUTES,
@@ -53,7 +53,7 @@ from lib.files import (
 from lib.hub import local_path
 from lib.progress import advance
 from lib.readers import DOCUMENTS, FORMATS, SHARD, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
-from lib.stores import fetch, find_info, list_files, store_errors
+from lib.stores import find_info, list_files, store_errors
 from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
 # Part of the key of prepared tokens. Raise it with any change that makes other tokens or shards of the same text: in
@@ -119,15 +119,13 @@ def text_fields(config) -> dict[str, str]:
 
 def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     """The files that a path, a pattern or an address names. A folder or a pattern stands for its token shards or, if it
-    has none, for its files of text, without a README.md beside others."""
+    has none, for its files of text."""
     store, entries = retry(lambda: list_files(spec, flag)) if spec else (None, [])
     files = [TextFile(*entry, store, text_field) for entry in entries]
     shards = [file for file in files if file.kind == SHARD]
     texts = [file for file in files if file.kind in SUFFIXES]
-    texts = [file for file in texts if os.path.basename(file.name) != "README.md"] or texts
     if not shards and not texts:
-        known = f"{FORMATS}; FOLDER/** includes deeper folders"
-        raise UserError(f"{flag} {spec} does not exist, or has no file of a known format: {known}")
+        raise UserError(f"{flag} {spec} does not exist, or has no file of {FORMATS}; FOLDER/** includes deeper folders")
     visible = [file.kind for file in files if not os.path.basename(file.name).startswith(".")]
     unknown = [kind or "no suffix" for kind in visible if kind not in (SHARD, *SUFFIXES)]
     if unknown:
@@ -142,10 +140,10 @@ def refuse_missing(config):
     which may need none."""
     if "RANK" in os.environ or Path(config.out, "checkpoints").exists():
         return config
-    for flag, entries in (("--data", config.data), ("--val_data", config.val_data)):
-        for path, _ in map(split_weight, entries):
-            if "://" not in path and not glob.glob(os.path.expanduser(path)) and not os.path.exists(path):
-                find_files(path, flag)
+    for path, _ in map(split_weight, config.data + config.val_data):
+        local = os.path.expanduser(path)
+        if "://" not in path and not os.path.exists(local) and not glob.glob(local):
+            find_files(path, "--data")
     if config.tokenizer != "bytes":
         local_path(config.tokenizer, "--tokenizer")
     return config
@@ -169,6 +167,7 @@ def fetch_all(files: list[TextFile], cache: Path) -> list[TextFile]:
 
 def _download(files, parent, folder):
     from filelock import FileLock
+    from fsspec.callbacks import Callback
 
     with store_errors(parent), FileLock(f"{folder}.lock"):
         if folder.exists():
@@ -176,7 +175,8 @@ def _download(files, parent, folder):
         store, names, index = files[0].store, [file.name for file in files], f"{parent}/{INDEX}"
         os.makedirs(f"{folder}.part", exist_ok=True)
         for name in names + [index] * (files[0].kind == SHARD and find_info(store, index) is not None):
-            fetch(store, name, f"{folder}.part/{os.path.basename(name)}")
+            callback = Callback(hooks={"progress": lambda *_, **__: advance()})
+            store.get_file(name, f"{folder}.part/{os.path.basename(name)}", callback=callback)
         os.replace(f"{folder}.part", folder)
 
 
@@ -209,15 +209,11 @@ class Encoder(NamedTuple):
         """-> (the text of a document, None), or ("", what find_messages returns for a conversation). UserError if it is
         a bad row."""
         content, name = row.content, self.text_field or "text"
-        if isinstance(content, UserError):
-            raise content
         if isinstance(content, bytes):
             try:
-                content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
+                content = json.loads(content)  # also after a BOM, with which Windows begins files
             except (ValueError, RecursionError) as e:
                 raise UserError(f"not JSON in UTF-8: {e}") from None
-        elif isinstance(content, dict):
-            content = map_values(content, _decode)
         if isinstance(content, str):
             content = {name: content}
         fields = content if isinstance(content, dict) else {}
@@ -247,13 +243,6 @@ class Encoder(NamedTuple):
         tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
         tokens[0] |= BEGINS
         return tokens, "chat", notes
-
-
-def _decode(value):
-    """Bytes as text: parquet may hold either. Bytes that are not UTF-8 stay."""
-    with contextlib.suppress(UnicodeDecodeError):
-        return value.decode() if isinstance(value, bytes) else value
-    return value
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str, Notes]]:
@@ -371,8 +360,7 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
     if width and not recorded and (version, content) == (expected, tokens * width):
         return Shard(path, tokens, width, HEADER), delimiter
     if width or recorded:
-        header = f"magic {magic}, version {version}, {tokens} tokens"
-        raise UserError(f"{path} is damaged: {content} bytes do not fit {INDEX} or its header ({header}): get it again")
+        raise UserError(f"{path} is damaged: {content} bytes do not fit its header or {INDEX}: get it again")
     width = {"uint16": 2, "uint32": 4}.get(data_dtype, size + 1)
     if not size or size % width:
         raise UserError(f"{path}: {size} bytes without llm.c's header: nanoGPT's files need --data_dtype uint16")
@@ -452,7 +440,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
         val += ids  # too few for val_every: the last document or conversation
         del train[-len(ids) :]
     if not train and not val and not index["files"]:
-        raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
+        raise UserError(f"{sources[0].name}: no rows are left")
     del index["position"]
     _write_shards(out, index, tokens)
 
@@ -482,17 +470,14 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     return digest(files, made_with, options, FORMAT)
 
 
-def verify(path: Path) -> Iterator[str]:
-    """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
+def verify(path: Path) -> None:
+    """UserError for a shard, of a folder or alone, that does not fit its header, or its checksum if it has one."""
     files = [Path(file.name) for file in find_files(str(path), "verify")]
     recorded = read_index(files[0].parent).get("files", {})
     for file in dict.fromkeys(files + [path / name for name in recorded if path.is_dir()]):
-        try:
-            find_shard(str(file), file.stat().st_size)
-            if recorded and hashlib.sha256(file.read_bytes()).hexdigest() != recorded.get(file.name, {}).get("sha256"):
-                yield f"{file} has changed since it was prepared (sha256): prepare the text again"
-        except (FileNotFoundError, UserError) as e:
-            yield str(e)
+        find_shard(str(file), file.stat().st_size)
+        if recorded and hashlib.sha256(file.read_bytes()).hexdigest() != recorded.get(file.name, {}).get("sha256"):
+            raise UserError(f"{file} has changed since it was prepared (sha256): prepare the text again")
 
 
 # ---- the command line
@@ -573,8 +558,8 @@ def main(argv: list[str], parse_args: Callable) -> None:
     about = VERBS[verb]
     args = vars(Parser(about["flags"], prog=f"data.py {verb}", description=about["help"]).parse_args(argv[1:]))
     if verb == "verify":
-        if wrong := [line for path in args["path"] for line in verify(path)]:
-            raise UserError("\n".join(wrong))
+        for path in args["path"]:
+            verify(path)
         return print("all is as it should be")
     how = [args.pop(name) for name in ("shard_tokens", "val_every", "vocab_size") if name in args]
     config = parse_args([word for name, values in args.items() if values for word in (f"--{name}", *values)])
