@@ -61,8 +61,8 @@ def describe(path, content):
 
 
 class FakeHub(ThreadingHTTPServer):
-    """`faults[path]` befall the next requests for a file's content: a flipped byte, or 2 s. `refuse(path)` may
-    answer any request in the hub's place."""
+    """`faults[path]` befall the next requests for a file's content: cut or flip at N bytes, a wait of N seconds, or a
+    status with headers. `refuse(path)` may answer any request in the hub's place."""
 
     daemon_threads = True
 
@@ -141,16 +141,20 @@ class Handler(BaseHTTPRequestHandler):
     def content(self, name):
         hub, (repo, path) = self.server, name.split("//")
         content, faults = hub.repos[repo][path], hub.faults.get(path, [])
-        fault = faults.pop(0) if faults else ""
-        if fault == "wait":
-            time.sleep(2)
+        kind, number, headers = (*(faults.pop(0) if faults else ("",)), 0, {})[:3]
+        if kind == "status":
+            return self.reply(number, **headers)
+        if kind == "wait":
+            time.sleep(number)
         first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-").groups()
         start, end = int(first), min(len(content), int(last or len(content)) + 1)
-        if fault == "flip":
-            content = bytes([content[0] ^ 1]) + content[1:]
+        if kind == "flip":
+            content = content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :]
         about = {"Content_Range": f"bytes {start}-{end - 1}/{len(content)}"} if start else {}
-        hub.sent += end - start
-        self.reply(206 if start else 200, content[start:end], **about)
+        sent = content[start:end][: number if kind == "cut" else None]
+        hub.sent += len(sent)
+        self.reply(206 if start else 200, sent, **about | {"Content_Length": end - start})
+        self.close_connection = kind == "cut"
 
 
 @contextlib.contextmanager
@@ -259,7 +263,7 @@ def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capf
 
 
 def test_a_damaged_file_is_downloaded_once_more_and_never_used(hub, capfd):
-    hub.faults[SHARD] = ["flip"] * 2
+    hub.faults[SHARD] = [("flip", 7)] * 2
     assert main("org/model") == 1 and not hub.faults[SHARD]
     assert capfd.readouterr().err.count("error: ") == 1
     with pytest.raises(UserError, match="continue the download with: python download.py org/model$"):
@@ -303,7 +307,7 @@ def test_a_cache_that_the_library_filled(hub, damaged, at_use):
 
 
 def test_two_downloads_at_the_same_time_transfer_each_byte_once(hub, tmp_path):
-    hub.faults[SHARD] = ["wait"] * 2  # meanwhile both have asked for the listing
+    hub.faults[SHARD] = [("wait", 2)] * 2  # meanwhile both have asked for the listing
     commands = [
         subprocess.Popen([sys.executable, download.__file__, "org/model"], stdout=subprocess.DEVNULL) for _ in range(2)
     ]
