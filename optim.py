@@ -21,7 +21,6 @@ import hashlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -59,20 +58,16 @@ class Gradients:
         self.local_loss = self.skip = torch.zeros((), device=self.device)  # of the last step; skip: 1.0 = no update
         self.pending, self.skipped_in_row = [], 0  # steps whose skip is on its way to the host; the host's count
 
-    def squared_norm(self) -> Tensor:
-        """The sum of the squares of this rank's shards of the gradients."""
-        gradients = [local(p.grad).reshape(-1) for p in self.parameters]
-        # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
-        chunk = 2**17 if self.device.type == "cpu" else 2**30
-        chunks = [part for g in gradients for part in g.split(chunk)]
-        return torch.stack(torch_private.norms(chunks, dtype=torch.float32)).square().sum()
-
     def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """local_loss: this rank's loss, summed over its local_tokens trained tokens -> (loss, trained tokens, squared
         norm of the gradients), summed over all ranks with one all-reduce: fp32 scalars on the gradients' device. All
         ranks must call."""
         self.local_loss = local_loss.to(self.device)
-        squared_norm = self.squared_norm() / self.replicas
+        # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
+        chunk = 2**17 if self.device.type == "cpu" else 2**30
+        chunks = [part for p in self.parameters for part in local(p.grad).reshape(-1).split(chunk)]
+        norms = torch.stack(torch_private.norms(chunks, dtype=torch.float32))
+        squared_norm = norms.square().sum() / self.replicas
         sums = torch.stack((self.local_loss, torch.full_like(self.local_loss, local_tokens), squared_norm))
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
@@ -120,23 +115,23 @@ def make_optimizer(model: nn.Module, config: Config) -> "Optimizer":
     the learning rate of embeddings. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     by_muon = matrices(model) if config.optimizer == "muon" else {}
     decay, scale = config.weight_decay, (config.embed_lr or config.lr) / config.lr
-    embeddings, others, vectors = groups = [
-        {"params": [], "weight_decay": decay, "scale": scale},
-        {"params": [], "weight_decay": decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    embeddings, others, vectors = [], [], []
     for name, p in trainable_parameters(model).items():
         if p in by_muon:
             continue
         if name.startswith("embed_"):
-            embeddings["params"].append(p)
+            embeddings.append(p)
         elif p.ndim >= 2:
-            others["params"].append(p)
+            others.append(p)
         else:
-            vectors["params"].append(p)
+            vectors.append(p)
+    groups = [
+        {"params": embeddings, "weight_decay": decay, "scale": scale},
+        {"params": others, "weight_decay": decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     if config.optimizer == "muon":
         return Muon(by_muon, groups, config)
-    assert config.optimizer == "adamw", config.optimizer
     return AdamW(groups, config)
 
 
@@ -152,6 +147,7 @@ class Optimizer:
         self.beta1, self.beta2, self.state_dtype = config.beta1, config.beta2, DTYPES[config.state_dtype]
         self.parameters = [p for group in groups for p in group["params"]]
         self.state = {p: self.zeros(p, self.state_names) for p in self.parameters}
+        self.update_chunk = torch.compile(self._update_chunk, dynamic=True) if self.compiled else self._update_chunk
 
     def zeros(self, p: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         """A parameter's state before its first update: the number of updates, and tensors of the parameter's shape."""
@@ -192,10 +188,6 @@ class Optimizer:
     def rule(self, p: Tensor, gradient: Tensor, *state: Tensor, **scalars: Tensor) -> tuple[Tensor, ...]:
         """All fp32 [n] -> new values of p and of each state."""
         raise NotImplementedError
-
-    @cached_property
-    def update_chunk(self) -> Callable:
-        return torch.compile(self._update_chunk, dynamic=True) if self.compiled else self._update_chunk
 
     def _update_chunk(
         self,
@@ -380,6 +372,7 @@ class Muon(AdamW):
         """heights: see `matrices`. groups: the other parameters."""
         super().__init__(groups, config)
         self.heights, self.dtype = heights, DTYPES[config.dtype]
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if self.compiled else orthogonalize
         self.matrix_group = {"params": [*heights], "weight_decay": config.weight_decay}
         self.param_groups = [*groups, self.matrix_group]
         self.state |= {p: self.zeros(p, ("momentum_buffer",)) for p in heights}
@@ -392,10 +385,6 @@ class Muon(AdamW):
             if is_sharded(same[0]):  # each rank takes n of them
                 n *= same[0].device_mesh.size()
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
-
-    @cached_property
-    def compiled_orthogonalize(self) -> Callable:
-        return torch.compile(orthogonalize, dynamic=True) if self.compiled else orthogonalize
 
     def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
         if group is not self.matrix_group:
@@ -436,7 +425,7 @@ class Muon(AdamW):
         updates = []
         for matrix in stack.split(heights, -2):
             scale = 0.2 * max(matrix.shape[-2:]) ** 0.5
-            updates.append((self.compiled_orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
+            updates.append((self.orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
         return torch.cat(updates, -2)
 
     def _apply(self, p: Tensor, change: Tensor, skip: Tensor) -> None:

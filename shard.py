@@ -144,10 +144,6 @@ def _checkpointed(forward: Callable, options: dict) -> Callable:
     return run
 
 
-def _key_of(x: Tensor) -> tuple:
-    return x.data_ptr(), x.shape, x.dtype
-
-
 @dataclass(eq=False)
 class SavedInput:
     host: Tensor  # the copy in the host's memory
@@ -167,10 +163,10 @@ class ActivationOffload:
 
     def wrap(self, forward: Callable) -> Callable:
         def run(x: Tensor, *args):
-            key = _key_of(x)  # not x: autograd keeps the hook, which would keep x
+            key = x.data_ptr(), x.shape, x.dtype  # not x: autograd keeps the hook, which would keep x
 
             def save(saved: Tensor):  # autograd passes every tensor that it saves for the backward pass
-                return self._save(saved) if _key_of(saved) == key else saved
+                return self._save(saved) if (saved.data_ptr(), saved.shape, saved.dtype) == key else saved
 
             with torch.autograd.graph.saved_tensors_hooks(save, self._restore):
                 return forward(x, *args)
