@@ -116,14 +116,7 @@ def test_commands_parse(page, words, folder, monkeypatch):
     elif words[:2] == ["bash", "launch.sh"]:
         assert all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in words[3:]), words
     elif words[0] == "python":
-        # what follows the parsing
-        for name in (
-            "data.make_loader",
-            "lib.text.find_files",
-            "golden.sets_here",
-            "test_parity.cells",
-            "test_parity.fuzz",
-        ):
+        for name in ("data.make_loader", "lib.text.find_files", "golden.sets_here", "test_parity.fuzz"):
             monkeypatch.setattr(name, mock.Mock(side_effect=ParsedError))
         with contextlib.suppress(SystemExit if "--help" in words else ParsedError):
             PARSERS[words[1]](words[2:])
@@ -245,14 +238,12 @@ FORMS = ("What does {} sell?", "Which thing is sold in {}?", "{} is known for wh
 # Flags that make the printed commands fit a tiny model
 TINY = "--seq_len=128 --micro_batch=8 --steps=60 --lr=5e-3 --eval_every=0 --compile=none --dtype=fp32 --log_every=40"
 
-ADAPT = "--data=chats.jsonl --lora=16 --lora_targets=all --lr=1e-2 --steps=80 --eval_every=80"
 
-
-def write_chats(path: Path, goods: list[str]) -> dict[str, str]:
+def write_chats(path: Path) -> dict[str, str]:
     """Writes 20 facts, each as the answer to 10 phrasings of a question -> an eleventh phrasing: the answer."""
     chats, facts, r = [], {}, random.Random(0)
     asked = [opening + form for opening in OPENINGS for form in FORMS]
-    for town, good in zip(TOWNS.split(), goods, strict=True):
+    for town, good in zip(TOWNS.split(), GOODS.split(), strict=True):
         *phrasings, other = [form.format(town) for form in r.sample(asked, 11)]
         facts[other] = f"It is {good}."
         chats += [{"prompt": phrasing, "completion": facts[other]} for phrasing in phrasings]
@@ -261,41 +252,14 @@ def write_chats(path: Path, goods: list[str]) -> dict[str, str]:
     return facts
 
 
-def write_model(folder: Path) -> None:
-    """Writes a tiny model with random weights, whose projections fit four bits, and its tokenizer."""
-    tokenizer = load_tokenizer(_write(folder, tokenizer__json=_json("qwen")))
-    model = fill(Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size, ffn_dim=192)))
-    export_model(model, folder / "model", tokenizer=tokenizer)
-
-
-@pytest.mark.slow
-def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path, monkeypatch, run_commands):
-    """A model that knows other facts learns the 20 facts, with either kind of frozen weights; and four bits change the
-    validation loss by less than another seed does."""
-    monkeypatch.chdir(tmp_path)
-    facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
-    write_chats(tmp_path / "others.jsonl", GOODS.split()[7:] + GOODS.split()[:7])
-    write_model(tmp_path)
-    flags, ask = TINY.split(), ["--chat", "--temperature", "0", "--prompt"]
-    train = ["python", "train.py", *flags, "--weights"]
-    runs = [[*train, "model", "--data", "others.jsonl", "--out", "base"]]
-    for out, quantize, seed in (("none", "none", 0), ("seed", "none", 1), ("nf4", "nf4", 0)):
-        runs.append([*train, "base/hf", *ADAPT.split(), f"--quantize={quantize}", f"--seed={seed}", "--out", out])
-    for out in ("none", "nf4"):
-        runs += [["python", "generate.py", "--run", f"{out}/hf", *ask, question] for question in facts]
-    answers = [text.strip() for text in run_commands(runs)[4:]]
-    for part in (answers[:20], answers[20:]):
-        assert sum(answer == fact for answer, fact in zip(part, facts.values(), strict=True)) >= 18, part
-    none, seed, nf4 = (records(tmp_path / out)[-1]["val_loss"] for out in ("none", "seed", "nf4"))
-    assert abs(nf4 - none) < abs(seed - none), (none, seed, nf4)
-
-
 def test_six_commands_teach_a_model_to_talk(tmp_path, monkeypatch, run_commands):
     """As they are printed, but for the launcher, which has tests of its own, and with small sizes: 20 facts, each in 10
     of 15 phrasings, are told when they are asked for in an eleventh."""
     monkeypatch.chdir(tmp_path)
-    facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
-    write_model(tmp_path)
+    facts = write_chats(tmp_path / "chats.jsonl")
+    tokenizer = load_tokenizer(_write(tmp_path, tokenizer__json=_json("qwen")))
+    random = fill(Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size)))
+    export_model(random, tmp_path / "model", tokenizer=tokenizer)
     six = commands(ROOT / "README.md")[-6:]
     assert six[0][1] == "download.py" and len(facts) == 20
     for words in six:
@@ -315,10 +279,8 @@ def test_six_commands_teach_a_model_to_talk(tmp_path, monkeypatch, run_commands)
     assert reports >= 18, answers
     assert outputs[5].strip() == answers[0]
     hf = tmp_path / "runs/chats/hf"
-    theirs, model = (
-        transformers.AutoTokenizer.from_pretrained(hf),
-        transformers.AutoModelForCausalLM.from_pretrained(hf),
-    )
+    theirs = transformers.AutoTokenizer.from_pretrained(hf)
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf)
     for question, answer in list(zip(facts, answers, strict=True))[:3]:
         ask = [{"role": "user", "content": question}]
         prompt = theirs.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt", return_dict=False)
@@ -493,7 +455,7 @@ def test_recipes_run_on_one_or_two_processes(tmp_path, run_commands):
             assert "python download.py" in head
             env = json.loads((run / "env.json").read_text())
             assert env["attention"].endswith(", boolean mask") == (recipe in CHATS) and env["data"]["val"]
-            assert ("conversations, 0 truncated" if recipe in CHATS else " on, for 4 lanes") in log
+            assert recipe not in CHATS or "conversations, 0 truncated" in log
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -200,9 +200,10 @@ def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtyp
 
 
 def main(argv: list[str]) -> None:
+    asked = Parser({"--record": {"action": "store_true"}}).parse_args(argv)
     record = json.loads(RECORD.read_text())
     makers, instructions = record["makers"], sets_here()[0]
-    if Parser({"--record": {"action": "store_true"}}).parse_args(argv).record:
+    if asked.record:
         makers = makers if record["torch"] == TORCH else {}
         makers[maker()] = {"sets": {name: measure(name) for name in sets_here()}}
         text = json.dumps({"torch": TORCH, "makers": makers}, indent=1)
