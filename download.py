@@ -4,20 +4,24 @@ huggingface_hub transfers the files: HF_HOME's cache, Xet, retries, progress bar
 compares only sizes while it downloads, so afterwards each file is hashed and compared with the hub's listing: sha256
 for large files, git's SHA-1 of a blob for the others. A damaged file is downloaded once more. Until all files are
 verified, a mark in the folder makes `local_path` in lib/hub.py refuse it. After an interruption the same command
-continues: complete files are not downloaded again."""
+continues: complete files are not downloaded again. Two commands for one folder work one after the other."""
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, plural
-from lib.hub import UNFINISHED, hub_errors, sizes_of, split_name
+from lib.files import amount, plural, retry
+from lib.hub import UNFINISHED, guard_token, hub_errors, is_busy, sizes_of, split_name
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
+# Names that could lead out of a folder: with a part that is empty, . or .., a drive of Windows, a control character.
+BAD_NAME = re.compile(r"(^|[/\\])(\.{0,2}([/\\]|$)|[a-zA-Z]:)|[\0-\x1f\x7f]")
 # huggingface_hub's arguments without --include: the files to download (None: all), and to leave out.
 PATTERNS = {
     "model": {
@@ -38,15 +42,30 @@ WEIGHTS = [
 ]  # fmt: skip
 
 
+def list_files(name: str, revision: str) -> tuple[str, dict]:
+    """-> (commit, {file: (bytes, hash)}) of a repository on the hub"""
+    from huggingface_hub import HfApi
+
+    ask = partial(HfApi().repo_info, **split_name(name), revision=revision, files_metadata=True)
+    info = retry(ask, transient=is_busy)
+    try:
+        files = {f.rfilename: (int(f.size), str(f.lfs.sha256 if f.lfs else f.blob_id)) for f in info.siblings}
+        bad = [file for file in (info.sha, *files) if BAD_NAME.search(file)]  # the commit is the name of a folder
+    except (TypeError, ValueError, OverflowError) as e:
+        raise Failure(f"{name}: HF_ENDPOINT does not answer as a hub does ({e})") from None
+    if bad:
+        raise UserError(f"{name} lists a file {bad[0]!r}, which leads out of a folder")
+    return info.sha, files
+
+
 def download(args: argparse.Namespace, command: str) -> None:
     """Downloads and verifies the files that the command line selects. --verify: only verifies those that exist."""
-    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils import WeakFileLock, filter_repo_objects
 
     repo = split_name(args.repo)
-    info = HfApi().repo_info(**repo, revision=args.revision, files_metadata=True)
-    commit, files = info.sha, {file.rfilename: file for file in info.siblings}
+    commit, files = list_files(args.repo, args.revision)
     patterns = PATTERNS[repo["repo_type"]]
     if args.include:
         patterns = {"allow_patterns": args.include, "ignore_patterns": []}
@@ -65,38 +84,36 @@ def download(args: argparse.Namespace, command: str) -> None:
     if args.verify:
         if mark.exists() or not folder.is_dir():
             raise UserError(f"There is no complete {folder}: name your commit as --revision")
-        selected = {name: file for name, file in selected.items() if os.path.lexists(folder / name)}
+        damaged = find_damaged(folder, {name: selected[name] for name in selected if os.path.lexists(folder / name)})
     else:
-        size = amount(sum(file.size for file in selected.values()))
+        size = amount(sum(size for size, _ in selected.values()))
         print(f"{args.repo}@{args.revision}: {plural(len(selected), 'file')}, {size}", flush=True)
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(command)
-        snapshot_download(revision=args.revision, **patterns, **repo)
-    damaged = find_damaged(folder, selected)
-    if damaged and not args.verify:
-        for name in damaged:
-            hf_hub_download(filename=name, revision=commit, force_download=True, **repo)
-        damaged = find_damaged(folder, {name: files[name] for name in damaged})
+        with WeakFileLock(f"{mark}.lock"):  # the library would download a file twice into --out
+            mark.write_text(command)
+            snapshot_download(revision=args.revision, **patterns, **repo)
+            damaged = find_damaged(folder, selected)
+            for name in damaged:
+                hf_hub_download(filename=name, revision=commit, force_download=True, **repo)
+            damaged = find_damaged(folder, {name: files[name] for name in damaged})
+            if not damaged:
+                mark.unlink()
     if damaged:
         raise Failure(f"{plural(len(damaged), 'file')} missing or damaged in {folder} ({damaged[0]} ...): try again")
-    mark.unlink(missing_ok=True)
     print(f"Done: verified, in {folder}\nRevision {commit}")
 
 
 def find_damaged(folder: Path, files: dict) -> list[str]:
-    """Names of files that are missing or have another hash than the hub's, by reading all of them. files: the entries
-    of the hub's listing by name."""
+    """Names of files that are missing or have another hash than the hub's, by reading all of them."""
     from huggingface_hub.utils import sha, tqdm
 
-    damaged = []
-    for name in tqdm(files, "Verifying", unit=" files"):
-        path, large = folder / name, files[name].lfs
-        if path.is_file():
-            with open(path, "rb") as file:
-                actual = sha.sha_fileobj(file).hex() if large else sha.git_hash(file.read())
-        if not path.is_file() or actual != (large.sha256 if large else files[name].blob_id):
-            damaged.append(name)
-    return damaged
+    def is_right(name: str) -> bool:
+        expected = files[name][1]
+        with open(folder / name, "rb") as file:
+            return expected == (sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read()))
+
+    rows = tqdm(files, "Verifying", unit=" files")
+    return [name for name in rows if not ((folder / name).is_file() and is_right(name))]
 
 
 FLAGS = {
@@ -127,6 +144,7 @@ def main(argv: list[str]) -> None:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
+    guard_token()
     with hub_errors(args.repo):
         download(args, shlex.join(["python", "download.py", *argv]))
 

@@ -24,6 +24,7 @@ import download
 from lib import errors
 from lib.errors import UserError
 from lib.hub import hub_errors, local_path
+from lib.text import find_files
 
 TOKEN = "hf_SecretSecretSecretSecret"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -60,9 +61,19 @@ def describe(path, content):
     return {"type": "file", "path": path, "rfilename": path, "size": size, "oid": oid, "blobId": oid} | lfs
 
 
+def swap(value, field, odd):
+    """The value of a JSON answer with another value in every field of this name."""
+    if isinstance(value, list):
+        return [swap(item, field, odd) for item in value]
+    if isinstance(value, dict):
+        return {key: odd if key == field else swap(item, field, odd) for key, item in value.items()}
+    return value
+
+
 class FakeHub(ThreadingHTTPServer):
     """`faults[path]` befall the next requests for a file's content: cut or flip at N bytes, a wait of N seconds, or a
-    status with headers. `refuse(path)` may answer any request in the hub's place."""
+    status with headers. `refuse(path)` may answer any request in the hub's place. `odd` is (kind of answer, field, its
+    value)."""
 
     daemon_threads = True
 
@@ -70,6 +81,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url, self.cdn = f"http://{'127.0.0.1' if cdn else 'localhost'}:{self.server_port}", cdn
         self.repos, self.faults, self.refuse, self.seen, self.sent = {}, {}, lambda path: None, [], 0
+        self.odd = "", "", None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, *_):
@@ -94,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.seen.append((self.command, self.path, self.headers.get("Authorization")))
         if refusal := hub.refuse(path):
+            if isinstance(refusal, Exception):
+                raise refusal
             return self.reply(*refusal[:2], **(refusal[2] if len(refusal) > 2 else {}))
         if path.startswith("/content/"):
             return self.content(path.removeprefix("/content/"))
@@ -107,12 +121,16 @@ class Handler(BaseHTTPRequestHandler):
         if len(sha) != 40:
             return self.reply(404, X_Error_Code="RevisionNotFound")
         siblings = [describe(*file) for file in hub.repos[repo].items()]
-        self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
+        self.listing("revision", {"id": name, "sha": sha, "siblings": siblings})
 
     do_HEAD = do_GET
 
+    def listing(self, answer, value, **headers):
+        kind, field, odd = self.server.odd
+        self.reply(200, json.dumps(swap(value, field, odd) if kind == answer else value).encode(), **headers)
+
     def tree(self, repo, folder):
-        """Two pages."""
+        """Two pages; the address of the second names another origin, as a mirror's may."""
         prefix, is_deep, entries = f"{folder}/" * bool(folder), "recursive=true" in self.path, {}
         original = {"type": "directory", "path": "original", "oid": "c" * 40, "size": 0}
         for path, content in self.server.repos[repo].items():
@@ -123,13 +141,15 @@ class Handler(BaseHTTPRequestHandler):
                 entries[name] = describe(path, content) if is_file else original | {"path": name}
         entries = [*entries.values()]
         if "cursor" in self.path or len(entries) < 4:
-            return self.reply(200, json.dumps(entries[3:] if "cursor" in self.path else entries).encode())
-        link = f'<{self.server.url}{self.path}&cursor=2>; rel="next"'
-        self.reply(200, json.dumps([*entries[:3], original]).encode(), Link=link)
+            return self.listing("tree", entries[3:] if "cursor" in self.path else entries)
+        link = f'<{self.server.cdn.url}{self.path}&cursor=2>; rel="next"'
+        self.listing("tree", [*entries[:3], original], Link=link)
 
     def resolve(self, repo, commit, path):
         content = self.server.repos[repo][path]
         about = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
+        kind, field, odd = self.server.odd
+        about |= {field: odd} if kind == "header" else {}
         name = f"{repo}//{path}"
         if is_large(path):
             about |= {"X_Linked_Size": len(content), "X_Linked_Etag": f'"{hash_of(path, content)}"'}
@@ -246,10 +266,10 @@ def test_out_belongs_to_one_revision_of_one_repository(hub, tmp_path, capfd):
 
 
 def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capfd, caplog):
-    """Large files are on another origin."""
+    """The listing names another origin for its second page, and large files are on another origin."""
     assert main("org/model") == 0
     assert {auth for _, path, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
-    assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 2
+    assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
     for status in (403, 401, 503):
         hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {TOKEN}"})
         assert main("org/model") == 1 + (status < 500)
@@ -257,6 +277,7 @@ def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capf
     output = "".join([*capfd.readouterr(), caplog.text]).encode()
     kept = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
     assert len(kept) > 5 and not any(TOKEN.encode() in text for text in [output, *kept])
+    assert b"trying again" in output and b"hf_***" in output
 
 
 # ---- wrong bytes
@@ -306,27 +327,91 @@ def test_a_cache_that_the_library_filled(hub, damaged, at_use):
     assert blob.exists() == bool(damaged)
 
 
-def test_two_downloads_at_the_same_time_transfer_each_byte_once(hub, tmp_path):
+@pytest.mark.parametrize("out", [[], ["--out", "out"]], ids=["cache", "out"])
+def test_two_downloads_at_the_same_time_transfer_each_byte_once(hub, tmp_path, out):
     hub.faults[SHARD] = [("wait", 2)] * 2  # meanwhile both have asked for the listing
     commands = [
-        subprocess.Popen([sys.executable, download.__file__, "org/model"], stdout=subprocess.DEVNULL) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, download.__file__, "org/model", *out], cwd=tmp_path, stdout=subprocess.DEVNULL
+        )
+        for _ in range(2)
     ]
     assert [command.wait() for command in commands] == [0, 0]
-    assert content(local_path("org/model", "--weights")) == MODEL
+    folder = tmp_path / "out" if out else local_path("org/model", "--weights")
+    assert content(folder) == MODEL
     assert hub.cdn.sent == sum(len(MODEL[name]) for name in (SHARD, SECOND))
 
 
 # ---- what leads out of the folder
 
 
-def test_a_name_that_leaves_the_folder_is_refused(hub, tmp_path, capfd):
-    hub.repos["models/org/model"]["../victim.json"] = b"x"
-    assert main("org/model", "--out", tmp_path / "out", "--include", "*.json") == 1
-    assert "cannot contain a '..' path segment" in capfd.readouterr().err
-    assert not (tmp_path / "victim.json").exists()
+BAD = "../victim.json", "/victim.json", "a/../../v.json", "a//b.json", "./a.json", "..", "", "..\\v", "C:v", "a\0b"
+
+
+@pytest.mark.parametrize(("commit", "name"), [*(("a" * 40, name) for name in BAD), ("../" * 13 + "x", "fine.json")])
+def test_nothing_is_downloaded_of_a_listing_that_leaves_the_folder(hub, tmp_path, monkeypatch, capfd, commit, name):
+    monkeypatch.setitem(COMMITS, "main", commit)
+    hub.repos["models/org/model"][name] = b"x"
+    assert main("org/model", "--out", tmp_path / "out", "--include", "*.json") == 2
+    assert "leads out of a folder" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_damaged_file_that_a_link_leads_to_is_not_deleted(hub, tmp_path, out):
+    args = ["--out", tmp_path / "out"] if out else []
+    assert main("org/model", *args) == 0
+    folder, victim = tmp_path / "out" if out else local_path("org/model", "--weights"), tmp_path / "victim"
+    victim.write_bytes(b"x" * len(BIG))
+    (folder / SHARD).unlink()
+    (folder / SHARD).symlink_to(victim)
+    assert main("org/model", *args) == (not out) and victim.read_bytes() == b"x" * len(BIG)
 
 
 # ---- a hub that fails
+
+
+@pytest.mark.parametrize("answer", [(429, b"", {"Retry_After": 1}), (503, b""), (ConnectionResetError,)])
+def test_a_listing_that_fails_once_is_asked_for_again(hub, answer):
+    failed = set()
+
+    def refuse(path):
+        if "/api/" not in path or path in failed:
+            return None
+        failed.add(path)
+        return answer if len(answer) > 1 else answer[0]()  # an exception resets the connection
+
+    hub.refuse = refuse
+    assert main("org/model") == 0 and content(local_path("org/model", "--weights")) == MODEL
+    assert [file.size for file in find_files("hf://datasets/org/data/en/*val*", "--data")] == [1]
+    assert len(failed) >= 4
+
+
+ODD = "x", float("inf"), None, ["a"]
+FIELDS = {
+    "revision": ("sha", "siblings", "rfilename", "size", "blobId", "lfs"),
+    "tree": ("path", "size", "oid", "lfs"),
+    "header": ("X_Linked_Size", "ETag", "Location"),
+}
+
+
+@pytest.mark.parametrize(("answer", "field"), [(answer, field) for answer in FIELDS for field in FIELDS[answer]])
+def test_no_value_of_a_field_of_an_answer_ends_in_a_traceback(hub, tmp_path, capfd, answer, field):
+    """Either the files arrive, or one message says why not."""
+    hub.repos["models/solo"] = {"config.json": b"{}", "model.safetensors": b"weights"}
+    for n, value in enumerate(ODD):
+        hub.odd, out = (answer, field, value), tmp_path / str(n)
+        status, output = main("solo", "--out", out), capfd.readouterr().err
+        assert "Traceback" not in output and output.count("error: ") == (status > 0), (value, output)
+        assert status or content(out) == hub.repos["models/solo"], value
+    assert not [*tmp_path.glob("x*")] and not [*tmp_path.parent.glob("x*")]
+
+
+@pytest.mark.parametrize("size", ODD)
+def test_a_size_of_data_that_is_no_number_is_refused(hub, size):
+    hub.odd = "tree", "size", size
+    with pytest.raises(UserError, match="no number of bytes") if size else contextlib.nullcontext():
+        find_files("hf://datasets/org/data/en/*val*", "--data")
 
 
 @pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
@@ -364,10 +449,10 @@ def refuse_files(*answer):
     (refuse_files(500), [], 1, "answers 500"),
     (refuse_files(404), [], 2, "answers 404 for a file that .*org/model lists: leave it out"),
     (refuse_files(404, b"", {"X_Error_Code": "EntryNotFound"}), [], 2, "answers 404 for .*: leave it out"),
-    (lambda p: (200, b"{}"), [], 1, "KeyError.*HF_ENDPOINT"),
-    (None, ["org/model", "--verify"], 2, "no complete .*snapshots.*: name your commit"),
+    (lambda p: (200, b"{}"), [], 1, "check the network and HF_ENDPOINT"),
+    (None, ["org/model", "--verify"], 2, "no complete .*snapshots.*name your commit"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
-    (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "org/model: .*refused"),
+    (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "refused"),
 ])  # fmt: skip
 def test_one_message_and_a_status(hub, capfd, refuse, args, status, words):
     hub.refuse = refuse or hub.refuse
@@ -385,7 +470,8 @@ def test_offline(hub, capfd, monkeypatch):
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("org/none", "--w org/none: .* of this name, and no download of it in .*hub: python download.py org/none$"),
-    ("gpt2@v1", "python download.py gpt2 --revision v1$"), ("./x.bin", "no folder or file of this name$"),
+    ("runs/none", "--w runs/none: there is no folder or file of this name"),
+    ("gpt2@v1", "python download.py gpt2 --revision v1$"), ("./x.bin", "no folder or file"),
 ])  # fmt: skip
 def test_a_name_without_a_download(hub, spec, words):
     with pytest.raises(UserError, match=words):

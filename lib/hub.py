@@ -1,4 +1,4 @@
-"""Hub ids on this disk, and errors of the hub. Imports no torch."""
+"""Hub ids on this disk, errors of the hub, and the guard of its token. Imports no torch."""
 
 import contextlib
 import os
@@ -80,6 +80,14 @@ REFUSALS = {
 }
 
 
+def is_busy(error: Exception) -> bool:
+    """Whether an error says that the hub is busy, or that the network fails: for `retry`."""
+    from huggingface_hub.errors import HTTPError
+
+    status = getattr(getattr(error, "response", None), "status_code", 500)
+    return isinstance(error, HTTPError) and (status in (408, 429) or status >= 500)
+
+
 @contextlib.contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
     """Raises any error of huggingface_hub as one message, because an answer of a hub may have any content. repo:
@@ -101,3 +109,18 @@ def hub_errors(repo: str) -> Iterator[None]:
             raise UserError(refusal.format(repo=repo, page=page, status=status)) from error
         reason = f"the hub answers {status} {response.reason_phrase}" if status else repr(cause)[:500]
         raise Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or repeat the command later") from error
+
+
+def guard_token() -> None:
+    """From now on huggingface_hub sends the token to the hub alone. On its own, it sends the token to any host that a
+    listing names for its next page."""
+    from huggingface_hub import constants, get_session, set_client_factory
+
+    session = get_session()
+
+    def drop_elsewhere(request) -> None:
+        if not str(request.url).startswith(f"{constants.ENDPOINT}/"):
+            request.headers.pop("Authorization", None)
+
+    hooks = {"request": [*session.event_hooks["request"], drop_elsewhere]}
+    set_client_factory(lambda: type(session)(event_hooks=hooks, follow_redirects=True, timeout=None))

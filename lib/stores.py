@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
-from lib.hub import hub_errors
+from lib.hub import guard_token, hub_errors
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
@@ -46,8 +46,9 @@ def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]
     for info in infos:
         if info["type"] != "directory":
             name = info["name"] if is_local else store.unstrip_protocol(info["name"])
-            size = info["size"] if isinstance(info["size"], int) else 0  # a hub may list anything
-            entries.append((name, size, next((str(info[key]) for key in VERSIONS if info.get(key)), "")))
+            if not isinstance(info["size"], int | None):  # a hub may list anything
+                raise UserError(f"{name}: its listed size is {info['size']!r:.40}, which is no number of bytes")
+            entries.append((name, info["size"] or 0, next((str(info[key]) for key in VERSIONS if info.get(key)), "")))
     return None if is_local else store, entries
 
 
@@ -81,6 +82,7 @@ def _open_hub(spec, flag):
     if not address:
         raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH")
     repo, revision, path = address.groups()
+    guard_token()
     commit = HfApi().dataset_info(repo, revision=revision or "main").sha
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
     store.resolve_path(path)  # the store remembers the answer
