@@ -72,7 +72,7 @@ from config import Config, fields_that_resume
 from data import Loader
 from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, barrier, gather, on_every_rank, on_first_rank
+from lib.ranks import ALONE, Ranks, gather, on_every_rank, on_first_rank
 from lib.rows import merge_positions
 from lib.run import ANSWER, Run
 from lib.weights import export_trained
@@ -557,8 +557,8 @@ def restore(
     """Loads trained parameters and optimizer state; frozen parameters must have their values. Refuses a checkpoint
     whose frozen weights have changed, or whose probe has another loss now. All ranks must call."""
     refuse_other_base(config, resume_from.manifest["base"], ranks)
-    resume_from.load(model, optimizer)
-    barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
+    # A rank may read for hours; later collectives wait only for --timeout.
+    on_every_rank(lambda: resume_from.load(model, optimizer), ranks)
     probe = resume_from.manifest["probe"]
     losses = gather(probe_loss(model, probe["tokens"], ranks.device), ranks)
     wrong = [loss for loss in losses if not abs(loss - probe["loss"]) <= probe["tolerance"]]

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import ROOT, human, read_json, write_json, write_whole
+from lib.files import ROOT, read_json, write_json, write_whole
 
 if __name__ == "__main__":
     prepare_python()
@@ -30,7 +30,6 @@ import torch  # isort: skip
 from torch import Tensor
 from torch.profiler import ProfilerAction, profile, schedule
 
-import nf4
 from attention import kernel
 from config import PROFILE_AFTER, Config
 from lib import curves
@@ -40,7 +39,7 @@ from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.ranks import gather, on_first_rank
 from lib.run import logger, refuse_unusable
 from model import IGNORE, Transformer
-from optim import DTYPES, trainable_parameters
+from optim import DTYPES
 from shard import mesh_shape
 
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
@@ -60,12 +59,6 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
     heads = shape.n_heads // N, math.lcm(shape.n_kv_heads, N) // N, shape.head_dim
     masked = data.separate or 0 < shape.window < config.seq_len
     return kernel(config.attention, masked, device, DTYPES[config.dtype], heads)
-
-
-def describe_model(model: Transformer) -> None:
-    total = sum(p.numel() for p in model.parameters()) + nf4.elements(model)
-    trainable = sum(p.numel() for p in trainable_parameters(model).values())
-    logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
 
 
 def profile_steps(run) -> profile:

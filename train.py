@@ -29,18 +29,20 @@ from torch import Tensor
 
 import checkpoint
 import fp8
+import nf4
 import plan
 import shard
 from attention import choose_backend
 from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
 from generate import write_samples
 from lib import lora, machine, progress, settle
-from lib.ranks import Ranks, barrier, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
+from lib.files import human
+from lib.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from lib.run import Run
 from lib.weights import export_run
-from log import Log, attention_kernel, describe_model, logger, profile_steps
+from log import Log, attention_kernel, logger, profile_steps
 from model import Details, Transformer
-from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer
+from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, trainable_parameters
 
 
 def main(argv: list[str]) -> int:
@@ -225,7 +227,9 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
         logger.info(fp8.convert(model, config, ranks.device))
     lora.convert(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
-    describe_model(model)
+    total = sum(p.numel() for p in model.parameters()) + nf4.elements(model)
+    trainable = sum(p.numel() for p in trainable_parameters(model).values())
+    logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
     offload = config.offload == "cpu"
     shard.share_rows(model, row_group)
     shard.checkpoint_activations(model, config.checkpointing)
@@ -245,8 +249,8 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
         shard.fill_parameters(model, settle.first_values(config, model, read_weights), config.load, ranks)
-        barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
-    data.load_state_dict(on_first_rank(data.state_dict, ranks))  # all ranks take rank 0's position
+    # All ranks take rank 0's position, and wait here: a rank may read for hours, later collectives wait for --timeout.
+    data.load_state_dict(on_first_rank(data.state_dict, ranks))
 
 
 @torch.no_grad()

@@ -156,8 +156,7 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     arguments."""
     try:
         status = main(argv) or 0
-        with contextlib.suppress(BrokenPipeError):  # nobody reads the output, but the work is done
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except SystemExit as end:  # raised by argparse after --help
         return end.code or 0

@@ -72,15 +72,9 @@ def leave(ranks: Ranks) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():
-        barrier(ranks)
+        dist.barrier(ranks.control)
         dist.destroy_process_group()
         os._exit(0)
-
-
-def barrier(ranks: Ranks) -> None:
-    """Waits, without a limit, until all ranks have come this far. All ranks must call."""
-    if ranks.control is not None:
-        dist.barrier(ranks.control)
 
 
 def set_timeout(seconds: int, ranks: Ranks, groups: list[dist.ProcessGroup]) -> None:
