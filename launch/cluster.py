@@ -60,10 +60,6 @@ class State(NamedTuple):
         return f"{self.state}{step}" + f": {self.message}" * bool(self.message)
 
 
-def read_status(out: Path) -> dict:
-    return read_json(out / "status.json")
-
-
 def read_launch(out: Path) -> tuple[dict, list[Host]]:
     """The run's last launch: its job, as `attempt` writes it, and its hosts; both are empty without one."""
     launch = read_json(out / "logs/launch.json")
@@ -88,7 +84,7 @@ def is_held(path: Path) -> bool:
 def state_of(out: Path) -> State:
     """The state of a run that a launcher, train.sbatch or the user's own torchrun started."""
     supervised = is_held(out / SUPERVISOR_LOCK)  # first: a supervisor writes status.json, then it ends
-    status = read_status(out)
+    status = read_json(out / "status.json")
     state, message = status.get("state", "running"), status.get("message") or ""
     if supervised and state in EXIT:  # rank 0 is done, but not the agents
         state, message = "running", ""
@@ -109,7 +105,7 @@ class Supervisor:
 
     def write_status(self, state: str, message: str = "") -> State:
         """Writes status.json, and a failure into log.txt. A full disk is named when the attempt is judged."""
-        status = State(state, read_status(self.out).get("step", 0), message)
+        status = State(state, read_json(self.out / "status.json").get("step", 0), message)
         more = {"exit_code": EXIT.get(state), "attempt": self.job.get("id"), "time": time.time()}
         with contextlib.suppress(OSError):
             write_json(self.out / "status.json", status._asdict() | more)
@@ -118,7 +114,9 @@ class Supervisor:
         return status
 
     def stop_requested(self) -> bool:
-        return (self.out / "logs/stop").exists() or STOP_REASON in read_status(self.out).get("message", "")
+        return (self.out / "logs/stop").exists() or STOP_REASON in read_json(self.out / "status.json").get(
+            "message", ""
+        )
 
     def run(self) -> None:
         saved, tries = last_saved(self.out), 0
@@ -151,8 +149,7 @@ class Supervisor:
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
         launch = {key: self.job[key] for key in ("out", "ssh", "id")}
         write_json(self.out / "logs/launch.json", launch | {"hosts": [asdict(host) for host in self.hosts]})
-        meeting = {"nodes": len(self.hosts), "first": self.hosts[0].address, "last": self.hosts[-1].address}
-        if problems := ask(self.hosts, self.job, "start", patience=START_LIMIT + 20, **meeting):
+        if problems := ask(self.hosts, self.job, "start", patience=START_LIMIT + 20):
             end = "error" if first else "failed", "\n".join(problems)
         else:
             self.watch()
@@ -175,7 +172,7 @@ class Supervisor:
 
     def judge(self, error: dict) -> tuple[str, str]:
         """How an attempt ended: its state and message; log.txt gets the last lines of the process that failed."""
-        status, stopped = read_status(self.out), self.stop_requested()
+        status, stopped = read_json(self.out / "status.json"), self.stop_requested()
         if status.get("attempt") != self.job["id"]:  # another job has taken the folder
             status = {"state": "starting"}
         state, message = status.get("state"), status.get("message") or ""
@@ -252,7 +249,7 @@ def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, flags)"""
     flags = Parser(FLAGS[verb], add_help=False).parse_args(words)
     runs = Path("runs")
-    out = flags.out or max(runs.glob("*/"), key=lambda run: read_status(run).get("time", 0), default=runs)
+    out = flags.out or max(runs.glob("*/"), key=lambda run: read_json(run / "status.json").get("time", 0), default=runs)
     if not (out / "status.json").exists():
         raise UserError(f"{out} is not a run folder: give --out DIR")
     return out, flags

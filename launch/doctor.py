@@ -161,28 +161,25 @@ def survey(hosts: list[Host], job: dict) -> None:
     problems += [f"{h.label}: other code or packages than here" for h in hosts if h.last.get("digest", here) != here]
     if problems:
         raise UserError("\n".join([*problems, "To copy code and packages: bash launch.sh sync"]))
-    settle_addresses(hosts)
-    share_gpus(hosts, job["nproc"])
-    ranks = sum(host.slots for host in hosts)
-    job["check"] = ["env", "RANK=0", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
+    settle(hosts, job["nproc"])
     without = ", ".join(host.label for host in hosts if not host.devices)
     if without and any(host.devices for host in hosts):
         raise UserError(f"{without}: no GPU, while others have some")
+    job["first"], job["last"], job["nodes"] = hosts[0].address, hosts[-1].address, len(hosts)
+    ranks = sum(host.slots for host in hosts)
+    job["check"] = ["env", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
 
 
-def settle_addresses(hosts: list[Host]) -> None:
-    """Sets the address that the other hosts use for each host: its ssh connection came in there. Its name may resolve
-    to another address, or on Debian to 127.0.1.1."""
+def settle(hosts: list[Host], nproc: int) -> None:
+    """Sets the hosts' addresses, ranks and GPUs. The address of a host is where its ssh connection came in: its name
+    may resolve to another address, or on Debian to 127.0.1.1. A machine's GPUs are divided evenly among its nodes; if
+    there are fewer GPUs than nodes, they train on the CPU."""
     remote = [host.last["connection"] for host in hosts if not host.local]
     away = [connection for connection in remote if not connection[2].startswith("127.")]
     for host in hosts:
         host.address = "127.0.0.1" if host.local else host.last["connection"][2]
         if away and host.address.startswith("127."):  # this machine, as a host elsewhere sees it
             host.address = away[0][0]
-
-
-def share_gpus(hosts: list[Host], nproc: int) -> None:
-    """Divides each machine's GPUs evenly among its nodes. If there are fewer GPUs than nodes, they train on the CPU."""
     for host in hosts:
         together = [other for other in hosts if other.address == host.address]
         visible = host.last["gpus"]
@@ -196,22 +193,20 @@ def share_gpus(hosts: list[Host], nproc: int) -> None:
 
 
 def verb_sync(words: list[str]) -> int:
-    """Copies the code to the same path on all hosts at once, and .venv where its list of packages differs."""
+    """Copies the code to the same path on all hosts, and .venv where its list of packages differs."""
     Parser({"--hosts": {}}, add_help=False).parse_args(words)
     hosts, job = read_job(words)
-    root, names = shlex.quote(str(ROOT)), shlex.join(own_files())
-
-    def copy(host: Host) -> int:
-        there = host.call(job, "probe", 60, files=[INSTALLED], cwd="/").get("digest")
-        venv = "" if there == digest([INSTALLED]) else ".venv"
+    root, names, failed = shlex.quote(str(ROOT)), shlex.join(own_files()), 0
+    for host in (host for host in hosts if not host.local):
+        installed = host.call(job, "probe", 60, files=[INSTALLED], cwd="/").get("digest")
+        venv = "" if installed == digest([INSTALLED]) else ".venv"
         # The list of packages comes last: a copy that was interrupted does not look complete.
         pack = f"tar -cf - --exclude={INSTALLED} {names} {venv} && tar -cf - {INSTALLED}"
         unpack = shlex.join([*host.ssh(job["ssh"]), f"mkdir -p {root} && tar -C {root} -xif -"])
-        failed = subprocess.call(["bash", "-o", "pipefail", "-c", f"({pack}) | {unpack}"], cwd=ROOT)
-        say(f"{host.label}: {'not ' * bool(failed)}copied")
-        return failed
-
-    return any(on_all(copy, [host for host in hosts if not host.local]))
+        status = subprocess.call(["bash", "-o", "pipefail", "-c", f"({pack}) | {unpack}"], cwd=ROOT)
+        say(f"{host.label}: {'not ' * bool(status)}copied")
+        failed |= status
+    return bool(failed)
 
 
 # ---- doctor
@@ -220,20 +215,14 @@ def verb_sync(words: list[str]) -> int:
 def verb_doctor(words: list[str]) -> int:
     hosts, job = read_job(words)
     survey(hosts, job)
-    meeting = f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={job['port']}", f"WORLD_SIZE={len(hosts)}"
-    program = job["python"], f"{ROOT}/launch/node.py", "measure"
+    meeting = job["first"], job["last"], str(job["port"]), str(job["nodes"])
+    measure = [job["python"], f"{ROOT}/launch/node.py", "measure", *meeting, *job["check"]]
+    ask(hosts, job, "run", PATIENCE, command=measure)
     names = "torch", "attention", "MB/s", "TFLOP/s"
     table, problems = [("host", *names)], []
-
-    def measure(host: Host) -> dict:
-        peer = hosts[-1 if host is hosts[0] else 0].address
-        command = ["env", *meeting, f"RANK={host.node}", *program, peer, *job["check"]]
-        done = host.call(job, "run", PATIENCE, command=command)
-        if host.problem or done["exit"]:
-            return {"problems": [host.problem or last_line(done["err"])]}
-        return json.loads(last_line(done["out"]))
-
-    for host, facts in zip(hosts, on_all(measure, hosts), strict=True):
+    for host in hosts:
+        failure = host.problem or (host.last["exit"] and last_line(host.last["err"]))
+        facts = {"problems": [failure]} if failure else json.loads(last_line(host.last["out"]))
         table.append((host.label, *(str(facts.get(name) or "none") for name in names)))
         problems += [f"✗ {host.label}: {problem}" for problem in facts["problems"]]
     say("\n".join([columns(table), *problems]))

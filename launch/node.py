@@ -175,13 +175,9 @@ def run_agent(request):
     as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
     logs = log_folder(request)
 
-    def request_stop(*_):
-        with contextlib.suppress(OSError):  # the disk is full
-            (logs.parents[1] / "stop").touch()
-
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, request_stop)
-    choose_interface(request["last" if request["node"] == 0 else "first"])
+        signal.signal(number, lambda *_: (logs.parents[1] / "stop").touch())
+    choose_interface(request["node"], request["first"], request["last"])
     # The first machine's torchrun keeps two connections to each rank.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -271,7 +267,8 @@ def probe(request):
 
 def environment(request):
     """The environment of a process of the run on this host."""
-    env = {**os.environ, **request["env"], "LOCAL_WORLD_SIZE": str(request["slots"])}
+    numbers = {"LOCAL_WORLD_SIZE": str(request["slots"]), "GROUP_RANK": str(request["node"])}  # as torchrun names them
+    env = {**os.environ, **request["env"], **numbers}
     return env if request["devices"] is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(request["devices"])}
 
 
@@ -282,9 +279,10 @@ def run(request):
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
-def choose_interface(peer):
-    """Makes gloo and NCCL use the network interface that leads to this host. gloo would look up its own hostname, which
-    Debian's /etc/hosts maps to 127.0.1.1."""
+def choose_interface(node, first, last):
+    """Makes gloo and NCCL use the network interface that leads to the first node, or from there to the last. gloo would
+    look up its own hostname, which Debian's /etc/hosts maps to 127.0.1.1."""
+    peer = first if node else last
     route = subprocess.getoutput(f"ip -o route get {socket.gethostbyname(peer)}")
     if match := re.search(r" dev (\S+)", route):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", match[1])
@@ -354,10 +352,11 @@ def sweep(request):
     return {}
 
 
-def measure(peer, *check):
+def measure(first, last, port, nodes, *check):
     """Prints, as JSON, this host's version of torch, the speed of a product on each GPU, the MB/s of the sum of 64 MiB
-    over all hosts, which meet as torchrun's variables say, the answer of train.py's own check, and problems."""
-    choose_interface(peer)
+    over all hosts, the answer of train.py's own check, and problems."""
+    node = int(os.environ["GROUP_RANK"])
+    choose_interface(node, first, last)
     from datetime import timedelta
 
     import torch
@@ -371,7 +370,8 @@ def measure(peer, *check):
         x = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
         facts["TFLOP/s"].append(round(2 * 8192**3 / 1e12 / Timer("x @ x", globals=locals()).blocked_autorange().median))
     try:
-        dist.init_process_group(timeout=timedelta(seconds=30))
+        meeting = dict(init_method=f"tcp://{first}:{port}", rank=node, world_size=int(nodes))
+        dist.init_process_group(**meeting, timeout=timedelta(seconds=30))
         data = torch.ones(2**24, device="cuda" if torch.cuda.is_available() else "cpu")
         facts["MB/s"] = round(2**26 / 1e6 / Timer("dist.all_reduce(data)", globals=locals()).timeit(1).median)
         dist.barrier()

@@ -18,7 +18,7 @@ import cluster
 import doctor
 import node
 from cluster import Supervisor
-from doctor import Host, read_hosts, settle_addresses, share_gpus
+from doctor import Host, read_hosts, settle
 from lib.errors import UserError
 
 LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
@@ -55,23 +55,21 @@ def test_addresses_are_those_that_connections_came_in_at():
         ([None, "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
         (["127.0.0.1 5 127.0.0.2 22", "127.0.0.1 5 127.0.0.3 22"], ["127.0.0.2", "127.0.0.3"]),
     ):
-        hosts = [Host("h" if c else "localhost", last={"connection": (c or "").split()}) for c in connections]
-        settle_addresses(hosts)
+        answers = [{"connection": (c or "").split(), "gpus": []} for c in connections]
+        hosts = [Host("h" if a["connection"] else "localhost", last=a) for a in answers]
+        settle(hosts, 0)
         assert [h.address for h in hosts] == expected
 
 
-def test_a_machines_gpus_are_divided_among_its_nodes():
-    for gpus, slots, nproc, expected in (
-        ("", [0, 3], 0, [(1, None), (3, None)]),
-        ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
-        ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]),
-        ("0 1 2 3", [0, 0], 1, [(1, ["0", "1"]), (1, ["2", "3"])]),
-        ("0", [0, 0], 0, [(1, []), (1, [])]),
-        ("0 1", [4], 0, [(4, ["0", "1"])]),  # train.py refuses
-    ):
-        hosts = [Host("localhost", slots=n, label=f"h{i}", last={"gpus": gpus.split()}) for i, n in enumerate(slots)]
-        share_gpus(hosts, nproc)
-        assert [(h.slots, h.devices) for h in hosts] == expected
+@pytest.mark.parametrize("gpus, slots, nproc, expected", [
+    ("", [0, 3], 0, [(1, None), (3, None)]), ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
+    ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]), ("0", [0, 0], 0, [(1, []), (1, [])]),
+    ("0 1 2 3", [0, 0], 1, [(1, ["0", "1"]), (1, ["2", "3"])]), ("0 1", [4], 0, [(4, ["0", "1"])]),  # train.py refuses
+])  # fmt: skip
+def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expected):
+    hosts = [Host("localhost", slots=n, label=f"h{i}", last={"gpus": gpus.split()}) for i, n in enumerate(slots)]
+    settle(hosts, nproc)
+    assert [(h.slots, h.devices) for h in hosts] == expected
 
 
 BUG = "Traceback\nKeyError: 'x'"
@@ -296,7 +294,9 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
         "Relaunching from step-4 in 0 s: try 1 of 1 without progress",
         "Relaunching from step-7 in 0 s: try 1 of 1 without progress",
     ]
-    assert cluster.read_status(supervisor.out)["message"] == "what 1"  # that of `waiting`: `attempt` records the end
+    assert (
+        node.read_json(supervisor.out / "status.json")["message"] == "what 1"
+    )  # that of `waiting`: `attempt` records the end
 
 
 def test_a_full_disk_is_named(supervisor, monkeypatch):
@@ -347,7 +347,7 @@ def test_doctor_shows_what_it_measured_and_every_problem(monkeypatch, capsys, an
         host.last = {"exit": 0, "out": f"a note\n{json.dumps(facts | more)}\n"} | more
         return host.last
 
-    monkeypatch.setattr(doctor, "survey", lambda hosts, job: job.update(check=["check"]))
+    monkeypatch.setattr(doctor, "survey", lambda hosts, job: job.update(check=["check"], first="a", last="c", nodes=3))
     monkeypatch.setattr(Host, "call", call)
     assert doctor.verb_doctor(["--hosts", "a,b,c"]) == bool(problem)
     _, *rows = capsys.readouterr().out.splitlines()
