@@ -138,7 +138,7 @@ def test_runs_agree_on_any_ranks_and_resume_bit_equal(base, tmp_path, text):
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("--quantize nf4", "--quantize has no effect without --lora"),
-    ("--lora 4 --quantize nf4", "tiny-llama has .* rows not divisible by 64: .176"),
+    ("--lora 4 --quantize nf4", "tiny-llama has .* rows not divisible by 64"),
     ("--lora 4 --quantize nf4 --model tiny-mixtral --lora_targets q", "tiny-mixtral has stacked experts"),
 ])  # fmt: skip
 def test_what_cannot_be_quantized_is_refused(flags, message):

@@ -233,7 +233,7 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
     "weights that are not there": (["--weights", "{hf}-not"], "--weights"),
     "a run folder for --weights": (["--weights", "{old}"], "directory; the model of a run is in "),
-    "a model for --lora_weights": (["--weights", "{hf}", "--lora_weights", "{hf}"], "hf: expected a PEFT adapter: "),
+    "a model for --lora_weights": (["--weights", "{hf}", "--lora_weights", "{hf}"], "adapter_config.json cannot be"),
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "has 300: give"),

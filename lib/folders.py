@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lib import lora
-from lib.errors import UserError, naming
+from lib.errors import UserError
 from lib.families import FAMILIES, family, read_config
 from lib.files import MISSING_FILE, describe_content, fsync_path, read_object, retry, sample_digest
 from lib.hub import local_path
@@ -326,8 +326,7 @@ def adapter_flags(folder: Path) -> dict:
     """The values of --lora, --lora_alpha and --lora_targets for a PEFT adapter. The scale of rsLoRA (arXiv 2312.03732),
     alpha / sqrt(rank), becomes a larger alpha. Refuses adapters of other kinds."""
     path = folder / "adapter_config.json"
-    with naming(f"--lora_weights {folder}: expected a PEFT adapter"):
-        values = read_object(path)
+    values = read_object(path)
     for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
         if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
             raise UserError(f"{path}: {key} is {values[key]!r}"[:500] + f", which is not implemented{MERGE}")

@@ -35,9 +35,7 @@ def find_snapshot(spec: str, flag: str) -> Path:
         # No patterns: a user may want only a part of a repository.
         where = split_name(name) | {"revision": revision or None}
         path = Path(snapshot_download(**where, local_files_only=True, allow_patterns=[]))
-    except errors.HFValidationError:
-        raise UserError(f"{flag} {spec}: there is no folder or file of this name") from None
-    except errors.LocalEntryNotFoundError:
+    except (errors.HFValidationError, errors.LocalEntryNotFoundError):
         command += f" --revision {revision}" * bool(revision)
         missing = f"there is no folder or file of this name, and no download of it in {constants.HF_HUB_CACHE}"
         raise UserError(f"{flag} {spec}: {missing}: {command}") from None
