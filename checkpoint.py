@@ -47,7 +47,7 @@ FLAGS = {
     ),
     "run": dict(type=Path, help="run folder"),
     "out": dict(type=Path, nargs="?", help="folder of the export"),
-    "--dtype": dict(choices=("fp32", "bf16", "fp16"), default="fp32", help="of the export; fp32 is exact"),
+    "--dtype": dict(choices=("fp32", "bf16"), default="fp32", help="of the export; fp32 is exact"),
     "--tokenizer": dict(default="", help="of the export, if it is not the run's"),
 }
 
@@ -148,8 +148,8 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
     if len(shards) > mesh["shard"].size():
         listed = " | ".join(map(", ".join, sorted(shards.values(), key=len)))
         raise Failure(
-            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. In the"
-            " newest checkpoint they were; the same command resumes from it"
+            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}."
+            " The same command resumes from the newest checkpoint"
         )
 
 
@@ -373,12 +373,12 @@ def read_manifest(folder: Path) -> dict:
 def _check_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: dict) -> None:
     """Raises an error with the reason if a file of a checkpoint is damaged."""
     rank = row["part"]
-    here = {key: layout for key, layout in layouts.items() if layout.file == row["file"] and rank < layout.parts}
     path = folder / file_name(row["file"], rank)
     size = retry(path.stat, path).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
-    entries = {key: layout.entry(rank) for key, layout in here.items()}
+    here = [key for key, layout in layouts.items() if layout.file == row["file"] and rank < layout.parts]
+    entries = {key: layouts[key].entry(rank) for key in here}
     if TensorFile(path).entries != {key: entry for key, entry in entries.items() if math.prod(entry[1])}:
         raise ValueError(f"{path.name} does not hold the manifest's tensors")
     if checksums and checksum(path) != row["crc32"]:
@@ -587,8 +587,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
         saved = newest(args.run)
-        dtypes = DTYPES | {"fp16": torch.float16}
-        export_trained(saved, args.out, dtypes[args.dtype], spec=args.tokenizer)
+        export_trained(saved, args.out, DTYPES[args.dtype], spec=args.tokenizer)
         print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
         return 0
     refuse_empty(args.run)

@@ -172,11 +172,6 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
         log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
 
 
-def memory_line(config: Config, ranks: Ranks) -> str:
-    parts = predict(config, cluster_here(ranks)).bytes
-    return "; ".join(f"about {gib(parts[place])} per {place}" for place in parts if parts[place])
-
-
 def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
     """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch, and `step_ms`, if the data sheet of
     the GPU is known; {} on a CPU or if the model cannot be traced."""

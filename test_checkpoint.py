@@ -208,8 +208,8 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     with pytest.raises(UserError, match="export RUN OUT"):
         checkpoint.main(words[:2])
     assert (tmp_path / "one/tokenizer.json").exists()
-    checkpoint.main([*words[:2], str(tmp_path / "half"), "--dtype", "fp16", "--tokenizer", str(tmp_path / "one")])
-    assert_same_weights(load_model(tmp_path / "half", torch.float16), model, torch.float16)
+    checkpoint.main([*words[:2], str(tmp_path / "half"), "--dtype", "bf16", "--tokenizer", str(tmp_path / "one")])
+    assert_same_weights(load_model(tmp_path / "half", torch.bfloat16), model, torch.bfloat16)
     assert (tmp_path / "half/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
 
 

@@ -11,7 +11,6 @@ therefore always has work.
 """
 
 import json
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -79,8 +78,6 @@ def print_check(config: Config, ranks: Ranks) -> int:
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         about["attention"] = attention_kernel(config, data, ranks.device)
-    if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not launch.sh, which trains next
-        print("memory:", plan.memory_line(config, ranks))
     print(json.dumps(about))
     return 0
 

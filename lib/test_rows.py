@@ -284,7 +284,6 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         return bool(listings), len(files)
 
     monkeypatch.setattr(train.plan, "refuse_without_room", lambda *_: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # memory is not asked for
     train.print_check(c, ALONE)
     assert asked() == (True, 2)  # the head of the first file of --data and of --val_data
     reports = []
