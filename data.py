@@ -123,18 +123,17 @@ class Loader:
 
     def summary(self, val: "Loader | None") -> list[str]:
         """Lines for the head of the log."""
-        c, rows, sizes = self.config, self.config.steps * self.step_rows, []
-        for loader in (self, val) if val else (self,):
-            tokens = f"{sum(s.tokens for s in loader.sources if s.count)} tokens"
-            sizes.append(f"{tokens} and a stream" if loader.streams else tokens)
-        lines = [f"Data: {' and, for validation, '.join(sizes)}; {plural(c.steps, 'step')} of {c.batch_tokens} tokens"]
+        c = self.config
+        tokens = [sum(s.tokens for s in loader.sources) for loader in (self, val) if loader]
+        sizes = f"{' and, for validation, '.join(map(str, tokens))} tokens{' and a stream' * bool(self.streams)}"
+        lines = [f"Data: {sizes}; {plural(c.steps, 'step')} of {c.batch_tokens} tokens"]
         if len(self.sources) == 1 and self.epoch_rows:
-            lines[0] += f" are {min(rows, self.end or rows) / self.epoch_rows:.2f} epochs"
+            lines[0] += f" are {c.epochs or c.steps * self.step_rows / self.epoch_rows:.2f} epochs"
         return lines + [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
 
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
-        parts = [row for s in self.sources for row in s.describe()]
+        parts = [row for s in self.sources for row in s.about]
         mixture = [f"{name}:{weight}" for name, weight in zip(self.names, self.weights, strict=True)]
         return parts if len(mixture) == 1 else [*parts, {"mixture": mixture}]
 
@@ -228,16 +227,13 @@ class Loader:
     def _validation_order(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(source, row in the source) of all rows that are evaluated, for each step."""
         limit, counts = self.config.eval_batches * self.step_rows, [s.count for s in self.sources]
-        if limit:
-            source, row = turns(np.arange(limit), self.weights)
-            for i, n in enumerate(counts):
-                if n is not None:
-                    kept = (source != i) | (row < n)
-                    source, row = source[kept], row[kept]
-                    ours = source == i
-                    row[ours] = row[ours] * n // ours.sum()  # spread evenly over the source's n rows
-        else:
-            source, row = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(n) for n in counts])
+        source = turns(np.arange(limit), self.weights)[0] if limit else np.repeat(np.arange(len(counts)), counts)
+        row = np.zeros_like(source)
+        for i, n in enumerate(counts):
+            number = np.arange((source == i).sum())
+            row[source == i] = number if n is None else number * n // min(len(number), n)  # spread over its n rows
+        kept = row < np.array([n or limit for n in counts])[source]
+        source, row = source[kept], row[kept]
         for start in range(0, len(row), self.step_rows):
             yield source[start : start + self.step_rows], row[start : start + self.step_rows]
 

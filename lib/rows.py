@@ -1,8 +1,8 @@
 """Sources of rows: token shards, packed conversations and streams; the files that an entry of --data names.
 
 A source has `count` (rows per epoch; None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
-[n, T] and begins [n, T] (a document begins here), `note` (a line for the log), and `describe()` and `hashes` ({file:
-its recorded hash, or ""}), which enter a checkpoint's fingerprint of the data. Local text is tokenised once, into
+[n, T] and begins [n, T] (a document begins here), `note` (a line for the log), and `about` and `hashes` ({file: its
+recorded hash, or ""}), which enter a checkpoint's fingerprint of the data. Local text is tokenised once, into
 shards in the cache; text of addresses (hf://, s3:// ...), and all text with --stream, is streamed: tokenised while it
 is trained on.
 
@@ -14,6 +14,7 @@ its rows. The position of a lane is (rows given, epoch, file, row, token in that
 out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
 processes tokenise."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -207,15 +208,6 @@ def open_source(listing: Listing, split: str, config: Config):
     return (ChatRows if listing.is_chat else ShardRows)(shards, delimiter, config)
 
 
-def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
-    """Tokens start ... stop - 1 of a shard, without those beyond its end."""
-    path, count, width, offset, *_ = shard.part(start, min(stop, shard.tokens))
-    tokens = retry(lambda: np.fromfile(path, f"<u{width}", count, offset=offset), path)
-    if len(tokens) < count:
-        raise UserError(f"{path} on {platform.node()} is shorter than at the start: copy it again")
-    return tokens
-
-
 def _shift_targets(source, blocks):
     """seq_len + 1 tokens of each row -> tokens, targets, begins"""
     blocks = np.array(blocks).reshape(-1, source.config.seq_len + 1)
@@ -233,6 +225,7 @@ class ShardRows:
         self.shards, self.delimiter, self.config = [shard for shard in shards if shard.tokens], delimiter, config
         self.bounds = np.cumsum([0, *(shard.tokens for shard in self.shards)])  # the shards begin here; then the end
         self.tokens = int(self.bounds[-1])
+        self.about = [{"file": os.path.basename(shard.path), "tokens": shard.tokens} for shard in self.shards]
         self.hashes = {shard.path: shard.sha256 for shard in self.shards}
         self._arrange()
 
@@ -248,7 +241,10 @@ class ShardRows:
         first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
         pieces, vocab_size = [], self.config.model_config.vocab_size
         for shard, begin in zip(self.shards[first - 1 : end], self.bounds[first - 1 : end], strict=True):
-            tokens = read_shard(shard, max(start - begin, 0), stop - begin)
+            part = shard.part(max(start - begin, 0), min(stop - begin, shard.tokens))
+            read = functools.partial(np.fromfile, part.path, f"<u{part.width}", part.tokens, offset=part.offset)
+            if len(tokens := retry(read, part.path)) < part.tokens:
+                raise UserError(f"{part.path} on {platform.node()} is shorter than at the start: copy it again")
             if (largest := (tokens & self.id_bits).max()) >= vocab_size:
                 raise UserError(
                     f"{shard.path}: id {largest}, but the model's vocab_size is {vocab_size}: tokenizer and --model"
@@ -261,10 +257,6 @@ class ShardRows:
         T = self.config.seq_len
         return _shift_targets(self, [self.read(i * T, i * T + T + 1) for i in index])
 
-    def describe(self) -> list[dict]:
-        """Name and size of each shard."""
-        return [{"file": os.path.basename(shard.path), "tokens": shard.tokens} for shard in self.shards]
-
 
 class ChatRows(ShardRows):
     """Conversations packed into rows. One of n tokens takes n - 1 places: its last token is only ever a target."""
@@ -274,8 +266,8 @@ class ChatRows(ShardRows):
     def _arrange(self):
         config, T = self.config, self.config.seq_len
         starts = [np.zeros(0, np.int64)]
-        for shard, begin in zip(self.shards, self.bounds, strict=False):
-            starts.append(begin + np.flatnonzero(read_shard(shard, 0, shard.tokens) >= text.BEGINS))
+        for begin, end in itertools.pairwise(self.bounds):
+            starts.append(begin + np.flatnonzero(self.read(begin, end) >= text.BEGINS))
         starts = np.concatenate(starts)
         lengths = np.diff(np.append(starts, self.tokens)) - 1
         is_long = lengths > T
@@ -284,8 +276,8 @@ class ChatRows(ShardRows):
             kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
-        note = f"{plural(total, 'conversation')}, {(is_long & kept).sum()} truncated to --seq_len {T} and"
-        note = f"{note} {total - count} dropped"
+        cut = f"{(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
+        note = f"{plural(total, 'conversation')}, {cut}"
         if not count:
             raise NoRows(f"{note}: a larger --seq_len")
         if total - count > total / 100:
@@ -338,27 +330,23 @@ def merge_positions(states: list[dict]) -> dict:
 class Stream:
     """An endless source of rows. Each row can be read once, in ascending order within its lane."""
 
-    count, note, is_chat = None, "", False
+    count, tokens, note, is_chat = None, 0, "", False
 
     def __init__(self, files: list[TextFile], config: Config):
         self.files, self.config, self.encoder = files, config, Encoder.of(config)
         self.lanes, self.workers = {}, None  # lanes: the rows to come of each
         self.positions = {}  # {number of a lane, as JSON's text: its Position after the last row given}
         tokenizer = load_tokenizer(config.tokenizer)
-        self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
         self.shares = len(files) < config.lanes  # several lanes read the same file, which is downloaded once for all
         self.hashes = {file.name: f"{file.size} {file.version}" if file.store else "" for file in files}
-
-    def describe(self) -> list[dict]:
-        """Names, or versions of a store, and sizes of the files, wherever they are."""
-        names = []
-        for file in self.files:
+        names = []  # or versions of a store, and sizes of the files, wherever they are
+        for file in files:
             has_version = file.store and file.version and not self.shares  # else only the name identifies it
             name = file.version if has_version else Path(file.name).name
             names.append((name, file.size, *filter(None, [file.text_field])))
-        identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
-        return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
+        identity = [config.lanes, self.encoder.text_field or "text", tokenizer.fingerprint, names]
+        self.about = [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
         """Goes on from the positions of lanes."""
@@ -410,9 +398,7 @@ class Stream:
     def _take(self, number):
         before, lane = divmod(number, self.config.lanes)  # rows of the lane before this one, and the lane
         # The rows before it belong to other ranks.
-        tokens, position = next(row for row in self.lanes[lane] if row[1].given > before)
-        assert position.given == before + 1
-        self.positions[str(lane)] = position
+        tokens, self.positions[str(lane)] = next(row for row in self.lanes[lane] if row[1].given > before)
         return tokens
 
     def rows(self, index: np.ndarray) -> tuple:
