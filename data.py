@@ -157,7 +157,7 @@ class Loader:
             if state.get(field) != known:
                 raise UserError(
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): give the same"
-                    " --data and --seq_len, or a new --out; the built-in text changes with Python and torch"
+                    " --data and --seq_len, or a new --out"
                 )
         # Version 0.3 counted the rows that the last step of --epochs did not have.
         samples = min(state["samples"], state.get("end") or state["samples"])
@@ -295,18 +295,18 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
 
     def open_loaders(found) -> None:
         loaders.append(Loader(config, ranks.rank, ranks.world_size, "train", found))
-        if config.eval_every:
-            try:
-                loaders.append(Loader(config, ranks.rank, ranks.world_size, "val", found))
-            except NoRows as e:
-                if config.val_data:
-                    raise
-                log.warning(f"{e}. This run skips evaluation")
+        try:
+            loaders.append(Loader(config, ranks.rank, ranks.world_size, "val", found) if config.eval_every else None)
+        except NoRows as e:
+            if config.val_data:
+                raise
+            log.warning(f"{e}. This run skips evaluation")
+            loaders.append(None)
 
     def look_up() -> tuple:
         found = find_sources(config, ["--data"] + ["--val_data"] * bool(config.eval_every and config.val_data))
         open_loaders(found)
-        sources = [source for loader in loaders for source in loader.sources]
+        sources = [source for loader in loaders if loader for source in loader.sources]
         for source in sources:
             if source.count:
                 source.read(0, min(source.tokens, CHECKED))
@@ -318,8 +318,9 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     if not loaders:
         open_cached(found, config)
         open_loaders(found)
-    loaders[0].fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files
-    return loaders[0], loaders[1] if len(loaders) > 1 else None
+    data, val_data = loaders
+    data.fingerprint = fingerprint  # a cached_property: only rank 0 computes it, from the files
+    return data, val_data
 
 
 # ---- the command line
@@ -344,10 +345,8 @@ def show(loader: Loader, step: int, n: int) -> Iterator[str]:
             if not any(trained):
                 out.append(f"--- {stop - start} places filled up, not trained on")
                 continue
-            if len(starts) > 1:
-                out.append("--- document")
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
-            out.append(decode_marked(tokenizer, tokens, [False, *trained]))
+            out += ["--- document", decode_marked(tokenizer, tokens, [False, *trained])]
         yield "\n".join(out)
 
 

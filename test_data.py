@@ -152,20 +152,16 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
 @pytest.mark.parametrize("name, is_val", [
     ("fineweb_val_000000", 1), ("x-VAL-1", 1), ("my.validation", 1), ("val01", 1), ("eval", 0), ("valley", 0),
 ])  # fmt: skip
-def test_shards_named_val_are_held_out(tmp_path, name, is_val):
-    """Without such names, the last twentieth of each shard is."""
-    c = config(shard(tmp_path / "a.bin", range(100)), shard(tmp_path / f"{name}.bin", range(500, 600)))
-    if is_val:
-        assert (read(c), read(c, "val")) == (list(range(100)), list(range(500, 600)))
-        assert read(replace(c, val_data=(str(tmp_path / "a.bin"),))) == list(range(100))  # still not trained on
-    else:
-        assert (read(c), read(c, "val")) == ([*range(95), *range(500, 595)], [*range(95, 100), *range(595, 600)])
-
-
-def test_val_data_lets_all_of_data_train(tmp_path):
-    a, b = shard(tmp_path / "a.bin", range(1000)), shard(tmp_path / "b.bin", range(2000, 2200))
-    c = config(a, val_data=b)
-    assert sorted(read(c)) == [*range(1000)] and sorted(read(c, "val")) == [*range(2000, 2200)]
+def test_what_is_held_out(tmp_path, name, is_val):
+    """Shards named *val*, or the last twentieth of each; with --val_data nothing else."""
+    a, b, v = (shard(tmp_path / f"{n}.bin", range(i, i + 100)) for n, i in (("a", 0), (name, 500), ("other", 900)))
+    train, val, all_of_b = (95, 5, 100) if not is_val else (100, 100, 0)
+    assert read(config(a, b)) == [*range(train), *range(500, 500 + train * (not is_val))]
+    assert read(config(a, b), "val") == [*range(train, 100), *range(600 - val, 600)]
+    c = config(a, b, val_data=v)
+    assert sorted(read(c)) == [*range(100), *range(500, 500 + all_of_b)] and sorted(read(c, "val")) == [
+        *range(900, 1000)
+    ]
 
 
 def test_too_little_data(tmp_path, caplog):
@@ -250,11 +246,6 @@ def test_built_in_text(tmp_path, monkeypatch):
     train, val = read(config()), read(config(), "val")
     expected = [[256, *d.encode()] for d in documents]
     assert val == sum(expected[19::20], []) and train == sum((d for i, d in enumerate(expected, 1) if i % 20), [])
-
-
-@pytest.mark.slow
-def test_the_built_in_text_of_this_machine_is_long():
-    assert sum(len(d.encode()) for d in builtin_documents()) > 5e6
 
 
 def test_permute_is_a_permutation():
@@ -352,15 +343,6 @@ def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, name, content, fl
     changed[len(content) // 2] ^= 1
     (tmp_path / "moved" / name).write_bytes(changed)
     assert "other data" in refused(make_loader(c).load_state_dict, state)
-
-
-def test_the_built_in_text_changes_with_versions(monkeypatch):
-    documents = [f"the words of document {i}" for i in range(9)]
-    monkeypatch.setattr("lib.readers.builtin_documents", lambda: documents)
-    loader = make_loader(parse_args(["--seq_len", "64"]))
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert "changes with Python and torch" in refused(loader.load_state_dict, state | {"data": "another"})
 
 
 def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):

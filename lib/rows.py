@@ -286,8 +286,7 @@ class ChatRows(ShardRows):
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
-        full = self.lengths.sum() / (self.count * T)
-        self.note = f"{note}, packed into {plural(self.count, 'row')}, {full:.1%} full"
+        self.note = f"{note}, in {plural(self.count, 'row')}"
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shape = len(index), self.config.seq_len
@@ -376,8 +375,7 @@ class Stream:
                     yield (epoch, k), file, group
                 first_row = 0
             if not has_rows:
-                names = ", ".join(file.name for file in self.files[:3])
-                raise UserError(f"{names} hold fewer rows than --lanes {lanes}: give fewer lanes, or no --stream")
+                raise UserError(f"{files[0].name} has fewer rows than --lanes {lanes}: give fewer, or no --stream")
             first_file = 0
 
     def _rows(self, lane):

@@ -90,12 +90,9 @@ def check_tokenizer(config: Config) -> None:
     padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
     is_foreign = config.weights and not beside and size - tokenizer.vocab_size >= padding
     if tokenizer.vocab_size > size or is_foreign:
-        larger = f"--vocab_size {tokenizer.vocab_size}"
-        if config.weights:
-            larger = f"transformers' model.resize_token_embeddings({tokenizer.vocab_size})"
         raise UserError(
             f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --model {config.model} has {size}: give"
-            f" the model's tokenizer, or change the model: {larger}"
+            " the model's tokenizer, or change its vocabulary"
         )
     if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
         raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
@@ -114,9 +111,8 @@ def imagine_ranks() -> Ranks:
 def say_finished(config: Config, step: int) -> None:
     out = shlex.quote(config.out)
     print(
-        f"{config.out} is finished after step {step}: {config.out}/hf has its weights. For a sample:"
-        f" python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step}, and"
-        f" starts afresh with --out {out}-2"
+        f"{config.out} is finished after step {step}, with its weights in {config.out}/hf. For a sample:"
+        f" python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step}"
     )
 
 

@@ -25,7 +25,7 @@ from lib.chat import chat_template, render_chat
 from lib.errors import Failure
 from lib.ranks import ALONE, Ranks
 from lib.rows import Listing, merge_positions, permute
-from lib.test_text import open_alone, refused
+from lib.test_text import refused
 from lib.test_tokenizer import _json, _write
 from lib.text import Encoder, find_files, prepare, write_shard
 from lib.tokenizer import load_tokenizer
@@ -169,7 +169,7 @@ def test_what_cannot_be_streamed(tmp_path):
     assert "and --eval_batches" in refused(make_loader, config(data, eval_batches=0, val_data=data), split="val")
     for content in ("", "a single document"):
         (tmp_path / "one.txt").write_text(content)
-        assert "one.txt hold fewer rows than --lanes 4: give fewer" in refused(run, config(tmp_path / "one.txt"), 1)
+        assert "one.txt has fewer rows than --lanes 4: give fewer" in refused(run, config(tmp_path / "one.txt"), 1)
 
 
 def test_validation_of_a_stream(tmp_path):
@@ -376,7 +376,7 @@ def test_too_long_conversations(tmp_path, caplog):
     (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
     assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
     loader = make_loader(chat_config(path, long_chats="drop"))
-    assert "0 truncated to --seq_len 64 and 2 dropped, packed" in loader.summary(None)[1]
+    assert "0 truncated to --seq_len 64 and 2 dropped, in 1 row" in loader.summary(None)[1]
     assert documents(epoch(loader))[0] == short
     message = refused(make_loader, chat_config(path), split="val")
     assert re.search("val split .*: 1 conversation, .* 1 dropped: a larger --seq_len", message)
@@ -402,14 +402,3 @@ def test_prepared_conversations(tmp_path):
     assert len(list((tmp_path / "out").glob("*.bin"))) > 2
     folder, files = make_loader(chat_config(tmp_path / "out")), make_loader(chat_config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
-
-
-def test_data_is_opened_once(tmp_path, monkeypatch):
-    """Each file for both splits; and each split's conversations are packed once."""
-    path, calls = write_chats(tmp_path / "a.jsonl", conversations()), []
-    for place, name in ((rows, "find_shard"), (rows, "pack"), (rows, "_open")):
-        function = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
-    loader, val_loader = open_alone(chat_config(path))
-    assert sorted(calls) == ["_open", *["find_shard"] * 2, *["pack"] * 2]
-    assert loader.epoch_rows > val_loader.epoch_rows
