@@ -17,7 +17,6 @@ from bisect import bisect, bisect_left
 from collections.abc import Callable
 from datetime import datetime
 from itertools import accumulate
-from os.path import commonprefix
 from pathlib import Path
 
 from lib.errors import UserError
@@ -330,8 +329,8 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
     example without their reasoning; (0, 0) if it leaves the message out. last_end: of the answer before it.
 
     The conversation is rendered with another answer here: the characters that differ are the answer's words. The place
-    begins behind the last copy of the prompt's end, from its last control token on, and ends with the next control
-    token. Where the prompt opens a thought that the answer closes at once, only a part of the prompt's end is there."""
+    begins behind the last copy of the header, by which the prompt is longer than the question, and ends with the next
+    control token. Where the header opens a thought that the answer closes at once, only its beginning is there."""
     other, asks = {"role": "assistant", "content": OTHER}, messages[-1]["role"] != "assistant"
     try:
         changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
@@ -341,24 +340,22 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
         changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
     if OTHER not in changed:
         return 0, 0
-    words_begin = len(commonprefix((text, changed)))
-    words_end = len(text) - len(commonprefix((text[::-1], changed[::-1])))
+    words_begin = _count_shared(text, changed)
+    words_end = len(text) - _count_shared(text[::-1], changed[::-1])
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     begin = len(text[:words_begin].rstrip(" "))
-    token = max(control.finditer(prompt), key=re.Match.start, default=None)
-    # The token may be the one that ends the answer before.
-    header_begin = text.rfind(token[0], max(last_end - len(token[0]), 0), words_begin) if token else -1
-    if header_begin >= 0:
-        header, before = prompt[token.start() :], text[header_begin:words_begin]
-        pieces = re.finditer(rf"{control.pattern}|\s+|\S+?(?={control.pattern}|\s|$)", header)
-        shared = max(piece.end() for piece in pieces if before.startswith(header[: piece.end()]))
-        if shared == len(header):
-            begin = header_begin + shared
-        elif before[shared:].strip():  # such as </think>, unless it is another question that differs
-            question = render(messages[:k])
-            if prompt.startswith(question) and token.start() + shared >= len(question):
-                begin = header_begin + shared
+    header = prompt[_count_shared(prompt, render(messages[:k])) :]
+    pieces = re.finditer(rf"{control.pattern}|\s+|\S+?(?={control.pattern}|\s|$)", header)
+    for stop in reversed([piece.end() for piece in pieces]):
+        if (at := text.rfind(header[:stop], last_end, words_begin)) >= 0:
+            begin = at + stop
+            break
     return min(begin, end), end
+
+
+def _count_shared(a: str, b: str) -> int:
+    """The length of the beginning that two texts share."""
+    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
 def _choose_answers(messages, places, text, control, notes) -> list[tuple[int, int]]:
