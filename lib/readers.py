@@ -28,7 +28,7 @@ BUILTIN = "built-in.text"  # the name of text that is in no file
 SHARD = ".bin"
 VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
 log = logging.getLogger("flatland")
-DOCUMENTS = (".txt",)  # files that are one document each
+DOCUMENT = ".txt"  # a file that is one document
 TXT_PIECE = 2**24  # bytes; a longer document is tokenised in pieces, cut between lines
 
 
@@ -97,14 +97,14 @@ READERS = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-SUFFIXES = (*DOCUMENTS, *READERS)
+SUFFIXES = (DOCUMENT, *READERS)
 FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
 READERS[kind_of(BUILTIN)] = lambda stream: builtin_documents()
 
 
 def read_rows(stream, kind: str, val_every: int) -> Iterator[TextRow]:
     """The rows of an open file. Every val_every-th is held out (1: all of them, 0: none), or the end of a document."""
-    if kind in DOCUMENTS:
+    if kind == DOCUMENT:
         yield from _read_document(stream, val_every)
         return
     if kind not in READERS:
@@ -184,7 +184,7 @@ class TextFile(NamedTuple):
         """The rows, until an error."""
         name, number, kind = self.name, 0, self.kind
         # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
-        in_sequence = kind != ".parquet" and not (kind in DOCUMENTS and val_every)
+        in_sequence = kind != ".parquet" and not (kind == DOCUMENT and val_every)
         path = os.devnull if name == BUILTIN else name
         with store_errors(name), open_file(self.store, path, in_sequence) as raw, naming(name):
             stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw

@@ -52,7 +52,7 @@ from lib.files import (
 )
 from lib.hub import local_path
 from lib.progress import advance
-from lib.readers import DOCUMENTS, FORMATS, SHARD, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
+from lib.readers import DOCUMENT, FORMATS, SHARD, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
 from lib.stores import find_info, list_files, store_errors
 from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
@@ -273,7 +273,7 @@ def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, 
                 problem = f"{file.name} {place}: {reason}"
                 report["bad"] += 1
                 if report["bad"] > encoder.skip_bad:
-                    raise UserError(f"{problem} (bad row {report['bad']}; --skip_bad N skips up to N of them)")
+                    raise UserError(f"{problem} (--skip_bad N skips up to N bad rows)")
                 log.warning(f"skipped: {printable(problem)}")
                 notes = [(f"bad rows left out, {re.split('[:(]', reason)[0]}", reason)]
             for what, example in dict(reversed(notes)).items():  # each once, with its first example
@@ -400,7 +400,6 @@ def prepare(
                 "fingerprint": tokenizer.fingerprint,
                 "vocab_size": tokenizer.vocab_size,
                 "delimiter": tokenizer.bos_id,
-                "sources": [source.name for source in sources],
                 "files": {},
                 "position": [0, 0],  # until all is done: the source and its row behind the last shard
                 "kind": "",
@@ -414,18 +413,13 @@ def prepare(
 
 def _write_all(sources, encoder, out, index, shard_tokens, val_every):
     """Writes the shards behind the index's position, and the index after each."""
-    from tqdm import tqdm
-
     start, first = index["position"]
-    documents = [i for i, source in enumerate(sources) if source.kind in DOCUMENTS]
-    held_out = set(documents[val_every - 1 :: val_every]) if val_every else ()  # empty if there are too few
-
-    def read(i):
-        is_whole = held_out and sources[i].kind in DOCUMENTS  # all of the file is held out, or nothing
-        return sources[i].rows(first if i == start else 0, int(i in held_out) if is_whole else val_every)
-
-    rest = tqdm(range(start, len(sources)), unit=" files", disable=None, leave=False)
-    jobs = ((i, sources[i], rows) for i in rest for rows in group_rows(read(i), BATCH))
+    every, documents = [val_every] * len(sources), [i for i, source in enumerate(sources) if source.kind == DOCUMENT]
+    if 0 < val_every <= len(documents):  # all of a document is held out, or nothing
+        for number, i in enumerate(documents, 1):
+            every[i] = int(number % val_every == 0)
+    parts = ((i, sources[i].rows(first if i == start else 0, every[i])) for i in range(start, len(sources)))
+    jobs = ((i, sources[i], rows) for i, part in parts for rows in group_rows(part, BATCH))
     tokens = {"train": array("I"), "val": array("I")}
     processes = len(os.sched_getaffinity(0)) if sum(source.size for source in sources) > PARALLEL else 0
     _write_shards(out, index, {})  # the folder is ours from now on
@@ -561,14 +555,13 @@ def main(argv: list[str], parse_args: Callable) -> None:
         for path in args["path"]:
             verify(path)
         return print("all is as it should be")
-    how = [args.pop(name) for name in ("shard_tokens", "val_every", "vocab_size") if name in args]
-    config = parse_args([word for name, values in args.items() if values for word in (f"--{name}", *values)])
+    how = [value for value in args.values() if isinstance(value, int)]
+    given = {name: value for name, value in args.items() if isinstance(value, list)}
+    config = parse_args([word for name, words in given.items() for word in (f"--{name}", *words)])
     fields, encoder, out = text_fields(config), Encoder.of(config), Path(config.out)
     sources = [file for spec in config.data for file in find_files(spec, "--data", fields.get(spec, ""))]
     if verb == "train-tokenizer":
         return _train_tokenizer(sources, encoder, out, *how)
     index = prepare(sources, encoder, out, *how)
-    tell_omissions(index)
     tokens, shards = sum(file["tokens"] for file in index["files"].values()), plural(len(index["files"]), "shard")
     print(f"{out}: {tokens} tokens in {shards}")
-    print(f"Use it: {shlex.join(['--data', str(out), '--tokenizer', config.tokenizer])}")
