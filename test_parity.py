@@ -9,14 +9,11 @@ and stored.
 A cell builds the model as train.py does and takes two steps of `train_step`. The oracle is the plain model: one
 process, fp32, nothing sharded, compiled or checkpointed, all rows in one forward pass, torch's plain AdamW. Compared
 are losses, gradient norms, every gradient and, at the end, every parameter. AdamW's eps is large here: with the usual
-1e-8 the first steps are g / |g|, full steps of the rounding noise where a gradient is zero in theory. FP8's noise,
-2 % of a gradient, has to stay below it.
+1e-8 the first steps are full steps of rounding noise where a gradient is zero in theory.
 
-fp32 must agree to 1e-5, or, where large parts of a gradient cancel, to 1.5 times what the oracle itself differs from
-fp64. bf16 and FP8 have no such number: their error depends on the model. So the error of a cell, against the fp32
-oracle, is held against that of the plain model in the same formats, on the same micro-batches. Dividing the work
-changes only where values are rounded, not how often: its error must be of the same size (and gradients that FSDP sums
-in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far outside."""
+fp32 must agree to 1e-5, or to 1.5 times what the oracle itself differs from fp64. The error of bf16 and FP8 is held
+against that of the plain model in the same formats, on the same micro-batches: dividing the work changes only where
+values are rounded, not how often."""
 
 import contextlib
 import gc
@@ -167,10 +164,9 @@ def rows_of(cell: Cell, step: int, text: int = 0) -> Batch:
 
 
 def part_of(batch: Batch, rows: slice, columns: slice = slice(None)) -> Batch:
-    tokens, targets = batch.tokens[rows, columns], batch.targets[rows, columns]
-    if batch.positions is None:
-        return Batch(tokens, targets)
-    return Batch(tokens, targets, batch.positions[rows], document_begins(batch.positions[rows]))
+    packed = batch.positions is not None
+    positions = (batch.positions[rows], document_begins(batch.positions[rows])) if packed else ()
+    return Batch(batch.tokens[rows, columns], batch.targets[rows, columns], *positions)
 
 
 def plain_steps(
