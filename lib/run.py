@@ -317,7 +317,7 @@ class Watchdog:
             self.others_at = now - idle
             return
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        what = f"After step {self.clock.step}: nothing has ended for {waited:.0f} s (limit {limit}), in phase {phase!r}"
+        what = f"After step {self.clock.step}: no step has ended for {waited:.0f} s (limit {limit}), in phase {phase!r}"
         self._end("failed", "; ".join([what, *behind]))
 
     def _ask_all(self) -> tuple[float, list[str]]:
