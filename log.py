@@ -322,7 +322,7 @@ def main(argv: list[str]) -> None:
     if args.command == "plot":
         return draw_runs(args.runs, args.out)
     names = args.to.split(",")
-    refuse_unusable(names, "--to")
+    refuse_unusable(names)
     for name, folder in itertools.product(names, args.runs):
         open_tracker(name, folder).finish()
 

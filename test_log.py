@@ -358,8 +358,8 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
 
 def test_trackers_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     for name in ("tensorbord", ""):
-        with pytest.raises(errors.UserError, match=f"--to {name!r}: expected tensorboard or wandb,"):
-            refuse_unusable([name], "--to")
+        with pytest.raises(errors.UserError, match=f"tracker {name!r}: expected tensorboard or wandb,"):
+            refuse_unusable([name])
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(errors.UserError, match="--track tensorboard: .*tensorboard"):
         log.open_tracker("tensorboard", tmp_path)

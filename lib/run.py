@@ -92,11 +92,11 @@ class Clock:
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
-def refuse_unusable(names: tuple[str, ...], flag: str = "--track") -> None:
+def refuse_unusable(names: tuple[str, ...]) -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in ("tensorboard", "wandb") or importlib.util.find_spec(name) is None:
-            raise UserError(f"{flag} {name!r}: expected tensorboard or wandb, after `pip install tensorboard wandb`")
+            raise UserError(f"tracker {name!r}: expected tensorboard or wandb, after `pip install tensorboard wandb`")
 
 
 # ---- the run
