@@ -56,13 +56,16 @@ INPUTS = {
     "documents": list,
     "chat_template_kwargs": dict,
 }
+# Names that other trainers give to the weight of a message.
+WEIGHTS = (
+    "train",
+    "trainable",
+    "loss",
+)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
 KNOWN = ("role", "content", "weight", *REASONING)
 # Fields that would change the trained tokens, but that nothing here can honour.
 REFUSED = (
-    "train",
-    "trainable",
-    "loss",
     "history",
     "functions",
     "mask",
@@ -171,8 +174,8 @@ def _read_message(message) -> dict:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):  # else it is refused later
             content = "".join(texts)
     weight = out.get("weight", 0)
-    if weight not in (0, 1) or (weight == 1 and role != "assistant"):
-        raise UserError(f"a message of the {role} has weight {weight!r:.80}, expected 0, or 1 for an answer")
+    if weight not in (0, 1) or (weight == 1 and role != "assistant") or out.keys() & {*WEIGHTS}:
+        raise UserError(f"what is not trained on is marked by weight 0 alone, and 1 is for answers: {message!r:.200}")
     if "tool_calls" in out:
         out["tool_calls"] = [_read_call(call) for call in parse_field(out["tool_calls"], "tool_calls")]
     return out | {"role": role} | ({} if content is None else {"content": content})
