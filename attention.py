@@ -66,8 +66,7 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
 
     With `varlen`, rows of one document go to sdpa. `blocked` is chosen where it was measured to be faster: in bf16 (in
     fp32 torch's CPU kernel is as fast) and for short rows."""
-    here = device_type == "cuda" and torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if here else (8, 0)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and capability >= (8, 0)
     if name in PACKED and not fits:
         raise UserError(f"--attention {name} needs a GPU (A100 or later), bf16 and heads of 8, 16, ... 256 dimensions")
