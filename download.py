@@ -107,13 +107,15 @@ def find_damaged(folder: Path, files: dict) -> list[str]:
     """Names of files that are missing or have another hash than the hub's, by reading all of them."""
     from huggingface_hub.utils import sha, tqdm
 
-    def is_right(name: str) -> bool:
-        expected = files[name][1]
-        with open(folder / name, "rb") as file:
-            return expected == (sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read()))
-
-    rows = tqdm(files, "Verifying", unit=" files")
-    return [name for name in rows if not ((folder / name).is_file() and is_right(name))]
+    damaged = []
+    for name in tqdm(files, "Verifying", unit=" files"):
+        (_, expected), path = files[name], folder / name
+        if path.is_file():
+            with open(path, "rb") as file:
+                actual = sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
+        if not path.is_file() or actual != expected:
+            damaged.append(name)
+    return damaged
 
 
 FLAGS = {

@@ -9,7 +9,6 @@ Sources: configuration and modelling files of transformers 4 and 5."""
 
 import contextlib
 import math
-import re
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -112,7 +111,6 @@ GPT2_KEYS = {
 }
 
 
-DROPOUT = re.compile("dropout|_pdrop$")  # keys of rates, which are not applied
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE = (
     "rope_scaling",
@@ -357,6 +355,10 @@ NEUTRAL = ("None", "False", "0", "0.0", "1.0", "''", "[]", "{}")
 # Settings of generation and bookkeeping, most of them in transformers' GenerationConfig and PretrainedConfig.
 BOOKKEEPING = {
     "layer_types",  # which _read_layers checks
+    # rates of dropout, which are not applied
+    "attention_dropout", "attn_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "embedding_dropout",
+    "ffn_dropout", "hidden_dropout", "hidden_dropout_prob", "mlp_dropout", "residual_dropout", "resid_dropout",
+    "resid_pdrop", "summary_first_dropout",
     "architectures", "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
     "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
     "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
@@ -435,7 +437,7 @@ def _refuse_keys(given, known):
     """ValueError: keys that may ask for a computation that is not implemented. known: keys that may have any value."""
     problems = []
     for key, value in given.items():
-        if key in known or key.startswith("_") or DROPOUT.search(key):
+        if key in known or key.startswith("_"):
             continue
         if key in MEANS_OURS and value not in MEANS_OURS[key]:
             problems.append(f"{key} is {value!r}"[:90] + f" (supported: {MEANS_OURS[key][0]!r})")
