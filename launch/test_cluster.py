@@ -304,18 +304,6 @@ def test_a_full_disk_is_named(supervisor, monkeypatch):
     assert f"the disk of {supervisor.out} is full" in supervisor.judge(KILLED["errors"][0])[1]
 
 
-@pytest.mark.parametrize("state, status, out, err", [
-    ("error", 2, "", "{}: error at step 7: m\n"), ("failed", 1, "", "{}: failed at step 7: m\n"),
-    ("finished", 0, "{}: finished at step 7: m\n", ""),
-])  # fmt: skip
-def test_how_a_run_ended_is_told(supervisor, capfd, state, status, out, err):
-    cluster.logger.error("two\nlines")
-    write_status(supervisor, state)
-    assert cluster.follow(supervisor.out) == status
-    lines = (supervisor.out / "log.txt").read_text()
-    assert capfd.readouterr() == (lines + out.format(supervisor.out), err.format(supervisor.out))
-
-
 def test_a_host_where_nothing_is_left_says_so(tmp_path):
     (tmp_path / "logs" / "a" / "x").mkdir(parents=True)
     request = {"out": str(tmp_path), "label": "a", "id": "x"}
