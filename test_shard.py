@@ -367,7 +367,7 @@ def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tm
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(UserError, match=r"NVIDIA H200.*CUDA"):
+    with pytest.raises(UserError, match="nvidia-smi shows GPUs, but torch"):
         machine.find_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.find_device(1).type == "cpu"
