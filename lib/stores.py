@@ -9,6 +9,7 @@ import glob
 import io
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 
 from lib.errors import Failure, Message, UserError
@@ -84,11 +85,15 @@ def _open_hub(spec, flag):
 
 
 def open_file(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
-    """Opens a path (store: None) or an address for reading, on the hub and the web as one stream if it is read in
-    sequence."""
+    """Opens a path (store: None) or an address for reading, on the hub as one stream if it is read in sequence."""
     if not store:
         return open(name, "rb")
-    raw = store.open(name, block_size=0 if in_sequence and name.startswith((HUB, "http")) else None)
+    if name.startswith("http"):  # the server may give whole files only
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        store.get_file(name, file)
+        file.seek(0)
+        return file
+    raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)
     return io.BufferedReader(raw, BUFFER)  # the readline of some file systems gives nothing
 
 

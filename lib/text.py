@@ -26,12 +26,10 @@ import json
 import multiprocessing
 import os
 import re
-import shlex
 import struct
 import sys
 import threading
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from fractions import Fraction
@@ -441,10 +439,10 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
 
 def _write_shards(out, index, tokens):
     """Writes the tokens of each split as its next shard, and the index."""
-    counts = Counter(name.split("-")[0] for name in index["files"])
     for split, ids in tokens.items():
         if ids:
-            name = f"{split}-{counts[split]:05}{SHARD}"
+            number = sum(name.startswith(split) for name in index["files"])
+            name = f"{split}-{number:05}{SHARD}"
             sha256 = write_shard(out / name, ids, index["vocab_size"] if index["kind"] == "text" else 2**32)
             index["files"][name] = {"tokens": len(ids), "sha256": sha256}
             del ids[:]
@@ -542,8 +540,7 @@ def _train_tokenizer(sources, encoder, out, vocab_size):
     tokenizer, text = load_tokenizer(str(out)), "".join(texts[:1000])[:1_000_000]
     ratio = len(text.encode()) / (len(tokenizer.encode(text)) or 1)
     size = tokenizer.vocab_size
-    print(f"{out}: {size} ids, {ratio:.2f} bytes per token")
-    print(f"Use it: --tokenizer {shlex.quote(str(out))} --vocab_size {size}")
+    print(f"{out}: {size} ids, {ratio:.2f} bytes per token; give --vocab_size {size} with it")
 
 
 def main(argv: list[str], parse_args: Callable) -> None:
