@@ -39,17 +39,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes[..., 0] << 4 | codes[..., 1], scales
 
 
-def level_pairs(device: torch.device) -> Tensor:
-    """The levels of the two codes in each byte, fp32 [256, 2]."""
-    levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels)
-
-
 def dequantize(
     codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, index: torch.dtype = torch.int32
 ) -> Tensor:
-    """The weight [out, in] in `dtype`, from quantize's two tensors and level_pairs. Uncompiled, a few rows at a time,
-    because the fp32 values of a whole weight take more memory than the result."""
+    """The weight [out, in] in `dtype`, from quantize's two tensors. pairs: the levels of the two codes in each byte,
+    fp32 [256, 2]. Uncompiled, a few rows at a time: the fp32 values of a whole weight take more memory than the
+    result."""
     rows, width = codes.shape
     if not torch.compiler.is_compiling() and (few := max(1, AT_ONCE // width)) < rows:
         out = codes.new_empty(rows, 2 * width, dtype=dtype)
@@ -91,7 +86,8 @@ class Nf4Linear(nn.Linear):
     def fill(self, rows: slice, values: Tensor) -> None:
         """Quantizes these rows of the weight, on the layer's device."""
         self.codes[rows], self.scales[rows] = quantize(values.to(self.codes.device))
-        self.pairs.copy_(level_pairs(self.codes.device))
+        levels = torch.tensor(LEVELS, device=self.codes.device)
+        self.pairs.copy_(torch.cartesian_prod(levels, levels))
 
 
 def convert(layer: nn.Linear) -> None:

@@ -28,7 +28,8 @@ BASE = replace(MODELS["tiny-llama"], ffn_dim=192)
 
 
 def dequantized(weight: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
-    return nf4.dequantize(*nf4.quantize(weight), nf4.level_pairs("cpu"), dtype)
+    levels = torch.tensor(nf4.LEVELS)
+    return nf4.dequantize(*nf4.quantize(weight), torch.cartesian_prod(levels, levels), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
