@@ -503,7 +503,6 @@ def check_batch(c: Config, world_size: int) -> None:
         )
 
 
-SEVERAL = "several processes"
 CONFLICTS = (  # two flags, each with its value if only that one conflicts; the reason, and what to do
     ("--compile model", "--offload cpu", "parameters are fetched block by block: --compile block"),
     ("--compile model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
@@ -515,7 +514,7 @@ CONFLICTS = (  # two flags, each with its value if only that one conflicts; the 
     ("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
     ("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
     ("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),
-    ("--compile model", SEVERAL, "FSDP gathers parameters by block: --compile block"),
+    ("--compile model", "several processes", "FSDP gathers parameters by block: --compile block"),
 )  # fmt: skip
 
 
@@ -532,7 +531,7 @@ def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     if world_size % c.context_parallel:
         raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
     flags = {f"--{name} {value}" for name, value in vars(c).items()} | {f"--{name}" for name in given}
-    flags |= {SEVERAL} if world_size > 1 else set()
+    flags |= {"several processes"} if world_size > 1 else set()
     for first, second, reason in CONFLICTS:
         if flags.issuperset((first, second)):
             raise UserError(f"{first} with {second}: {reason}")

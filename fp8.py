@@ -216,8 +216,9 @@ def convert_linears(
 
     grad_dtype: e5m2 or e4m3, the format of g with recipe tensor; the other recipes use e4m3 throughout. skip: layers
     that stay in bf16 in addition to SKIP, by their names or by parts of them between dots. small: whether to convert
-    layers that are too small to become faster; None: only on a CPU, where no layer becomes faster. Raises ValueError
-    for an unknown recipe or gradient dtype, and for a name in `skip` that matches no layer."""
+    layers that are too small to become faster, according to published measurements on Hopper GPUs; None: only on a CPU,
+    where no layer becomes faster. Raises ValueError for an unknown recipe or gradient dtype, and for a name in `skip`
+    that matches no layer."""
     if recipe not in RECIPES or grad_dtype not in GRAD_DTYPES:
         raise ValueError(f"unknown recipe or dtype: {recipe}, {grad_dtype}")
     rows, unmatched, skip = [], {*skip} - {*SKIP}, {*SKIP, *skip}
@@ -230,7 +231,15 @@ def convert_linears(
             continue
         skipping = {part for part in skip for weight in weights if f".{part}." in f".{weight}."}
         unmatched -= skipping
-        reason = "skipped by name" if skipping else _reason_against(weights, recipe, mixin, small)
+        reason = "skipped by name" if skipping else ""
+        for p in weights.values():
+            N, K = p.shape[-2:]
+            by_tensor = recipe == "tensor" and mixin is Fp8Linear
+            tiny = N <= 1024 and K <= 4096 if by_tensor else N <= 2048 or K <= 1024
+            if N % MULTIPLE or K % MULTIPLE:
+                reason = reason or f"{N} and {K} must divide by {MULTIPLE}"
+            elif tiny and not (p.device.type == "cpu" if small is None else small):
+                reason = reason or "too small to become faster"
         if not reason:
             if not isinstance(m, mixin):
                 m.__class__ = _mixed(mixin, m.__class__)
@@ -240,20 +249,6 @@ def convert_linears(
     if unmatched:
         raise ValueError(f"no layer is called {', '.join(sorted(unmatched))}")
     return rows
-
-
-def _reason_against(weights: dict[str, Tensor], recipe: str, mixin: type, small: bool | None) -> str:
-    """Why a module's weights [N, K] or [E, N, K] are not multiplied in FP8; empty if they are. Below the limits for N
-    and K, casting takes longer on a Hopper GPU than FP8 products save, according to published measurements."""
-    for p in weights.values():
-        N, K = p.shape[-2:]
-        if N % MULTIPLE or K % MULTIPLE:
-            return f"{N} and {K} must divide by {MULTIPLE}"
-        by_tensor = recipe == "tensor" and mixin is Fp8Linear
-        tiny = N <= 1024 and K <= 4096 if by_tensor else N <= 2048 or K <= 1024
-        if tiny and not (p.device.type == "cpu" if small is None else small):
-            return "too small to become faster"
-    return ""
 
 
 # ---- once per step

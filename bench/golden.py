@@ -112,12 +112,6 @@ INTENDED = "If this change of the numerics is intended: `python bench/golden.py 
 Figures = dict[str, list[float]]  # loss, grad_norm: one per step; val_loss: one
 
 
-def maker() -> str:
-    """Maker and family of this CPU, as in AuthenticAMD family 25; on ARM unknown."""
-    names = re.findall(r"^(?:vendor_id|cpu family)\s*: (.*)$", CPUINFO.read_text(), re.M)
-    return " family ".join(names[:2]) or "unknown"
-
-
 def sets_here() -> list[str]:
     """The instruction sets of this CPU, best first."""
     return [name for name, (_, _, flag, _) in SETS.items() if flag in CPUINFO.read_text()]
@@ -202,17 +196,21 @@ def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtyp
 def main(argv: list[str]) -> None:
     asked = Parser({"--record": {"action": "store_true"}}).parse_args(argv)
     record = json.loads(RECORD.read_text())
+    # Maker and family of this CPU, as in AuthenticAMD family 25.
+    here = (
+        " family ".join(re.findall(r"^(?:vendor_id|cpu family)\s*: (.*)$", CPUINFO.read_text(), re.M)[:2]) or "unknown"
+    )
     makers, instructions = record["makers"], sets_here()[0]
     if asked.record:
         makers = makers if record["torch"] == TORCH else {}
-        makers[maker()] = {"sets": {name: measure(name) for name in sets_here()}}
+        makers[here] = {"sets": {name: measure(name) for name in sets_here()}}
         text = json.dumps({"torch": TORCH, "makers": makers}, indent=1)
         RECORD.write_text(re.sub(r",\n +(?=[\d-])", ", ", text) + "\n")  # one line per list of losses
         return
     recorded = {}
     for name, sets in makers.items():
         recorded |= {f"torch {record['torch']} on {name} with {kind}": runs for kind, runs in sets["sets"].items()}
-    this, how, dtype = f"torch {TORCH} on {maker()} with {instructions}", "bit for bit", ""
+    this, how, dtype = f"torch {TORCH} on {here} with {instructions}", "bit for bit", ""
     if (near := this) not in recorded:
         near = next(name for name in recorded if name.endswith(instructions))
         how, dtype = f"within tolerances, not bit for bit: the record is of {near}", SETS[instructions][-1]
