@@ -326,7 +326,7 @@ def find_host(hosts: list[Host], which: str | None) -> tuple[Host, str]:
     ranks = [(host, f"*/attempt_*/{i}/*.log") for host in hosts for i in range(host.slots)]
     if which and which.isdigit() and int(which) < len(ranks):
         return ranks[int(which)]
-    raise UserError(f"launch.sh started no host '{which or ''}' for this run; `bash launch.sh status` lists them")
+    raise UserError(f"no host '{which or ''}' in this run: bash launch.sh status")
 
 
 def verb_status(out: Path, flags: argparse.Namespace) -> None:
@@ -337,8 +337,7 @@ def verb_status(out: Path, flags: argparse.Namespace) -> None:
     for host in hosts:
         answer = {"processes": "?", "gpus": [host.problem]} | host.last
         table.append((host.label, str(answer["processes"]), "; ".join(answer["gpus"])))
-    if hosts:
-        say(columns(table))
+    say(columns(table))
 
 
 def verb_stop(out: Path, flags: argparse.Namespace) -> int:

@@ -78,13 +78,14 @@ class Host:
 
     def call_by_ssh(self, operation: str, request: dict, patience: float) -> dict:
         remote = f"exec python3 {shlex.quote(f'{ROOT}/launch/node.py')} serve {operation}"
-        command = ["timeout", str(patience), *self.ssh(request["ssh"]), remote]
+        command = ["timeout", "--foreground", str(patience), *self.ssh(request["ssh"]), remote]
         pipes = {"input": json.dumps(request) + "\n", "capture_output": True, "text": True, "errors": "replace"}
         done = subprocess.run(command, **pipes)
         answer = last_line(done.stdout)  # other lines are a .bashrc's
         if answer.startswith("{"):
             return json.loads(answer)
-        return {"silent": last_line(done.stderr) or f"no answer in {patience} s"}
+        late = done.returncode == 124  # timeout's
+        return {"silent": f"no answer in {patience} s" if late else last_line(done.stderr)}
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:

@@ -233,7 +233,7 @@ def test_a_host_that_was_cut_is_the_cause_unless_a_rank_knows_one(supervisor, mo
 
 
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="launch.sh started no host ''"):
+    with pytest.raises(UserError, match="no host '' in"):
         cluster.verb_attach(tmp_path, SimpleNamespace(which=None))
     hosts = [asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"]
     files = [tmp_path / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
