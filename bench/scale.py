@@ -32,16 +32,6 @@ MADE_WITH = {  # the index of a folder of shards, without the files
 SETTINGS = "--model llama3.1-405b --seq_len 8192 --micro_batch 1 --eval_every 0 --data"
 
 
-def write_shards(folder: Path, count: int) -> None:
-    """A folder of shards as `data.py prepare` leaves it. All bytes are zero."""
-    folder.mkdir()
-    files = {f"train-{i:05}{SHARD}": {"tokens": TOKENS, "sha256": f"{i:064x}"} for i in range(count)}
-    for name in files:
-        (folder / name).touch()
-        os.truncate(folder / name, HEADER + 4 * TOKENS)
-    (folder / INDEX).write_text(json.dumps(MADE_WITH | {"files": files}))
-
-
 def open_shards(folder: str, rank: int) -> dict:
     """Opens the data as a rank of a run of two does, and reads its first step -> the costs."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -54,8 +44,15 @@ def open_shards(folder: str, rank: int) -> dict:
 
 
 def bench_scale() -> Iterator[dict]:
+    """Writes a folder of shards as `data.py prepare` leaves it, whose bytes are all zero, and opens it."""
     for shards in SHARDS:
         with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(2) as pool:
-            write_shards(Path(folder, "data"), shards)
+            data = Path(folder, "data")
+            data.mkdir()
+            files = {f"train-{i:05}{SHARD}": {"tokens": TOKENS, "sha256": f"{i:064x}"} for i in range(shards)}
+            for name in files:
+                (data / name).touch()
+                os.truncate(data / name, HEADER + 4 * TOKENS)
+            (data / INDEX).write_text(json.dumps(MADE_WITH | {"files": files}))
             for rank, costs in enumerate(pool.starmap(open_shards, [(folder, 0), (folder, 1)], chunksize=1)):
                 yield {"shards": shards, "rank": rank} | costs
