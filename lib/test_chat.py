@@ -203,8 +203,8 @@ FIELDS = ("sys", "ask", "say")  # of --chat_fields
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def _two(question="Why?", answer="So."):
-    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+def _two(answer="So."):
+    return [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": answer}]
 
 
 # Shapes of rows in public data sets, a template, and the rendered text: [[trained]], « and » for <|im_start|> and
@@ -228,8 +228,7 @@ ROWS = [
     ("plain", {"messages": [ASK, ANSWER, ASK]}, ONCE + "«userWhy?»«assistant"),
     ("plain", {"messages": [SYSTEM | {"role": "developer"}, ASK, ANSWER]}, "«developerBe brief.»" + ONCE),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER]}, "«userWhy?»«assistantSo.»" + ONCE),
-    ("plain", {"conversations": _two() + _two("And?", "No.")}, ONCE + "«userAnd?»«assistant[[No.»]]"),
-    ("plain", {"conversations": [{"from": "system", "value": "Be brief."}, *_two()]}, BRIEF + ONCE),
+    ("plain", {"conversations": [{"from": "system", "value": "Be brief."}, *_two(), *_two()]}, BRIEF + ONCE + ONCE),
     ("plain", {"conversations": _two(), "system": "Be brief."}, BRIEF + ONCE),
     ("plain", {"instruction": "Add.", "input": "1 1", "output": "2"}, "«userAdd.1 1»«assistant[[2»]]"),
     ("plain", {"ask": "Why?", "say": "So.", "sys": "Be brief."}, BRIEF + ONCE),
@@ -329,9 +328,6 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
     ids, mask = render_chat(ours, messages, chat_template(ours, family))
     assert decode_marked(ours, ids, mask) == marked
-    messages[0], messages[2] = {"role": "system"}, {"role": "assistant", "tool_calls": [CALL]}
-    with pytest.raises(UserError, match="does not render tool_calls"):
-        render_chat(ours, messages, chat_template(ours, family), notes=[])
 
 
 @pytest.mark.parametrize("template, row, message", [
