@@ -393,20 +393,19 @@ class Stream:
                 tokens = tokens[T:]
             offset = 0
 
-    def _take(self, number):
-        before, lane = divmod(number, self.config.lanes)  # rows of the lane before this one, and the lane
-        # The rows before it belong to other ranks.
-        tokens, self.positions[str(lane)] = next(row for row in self.lanes[lane] if row[1].given > before)
-        return tokens
-
     def rows(self, index: np.ndarray) -> tuple:
-        numbers = index.tolist()
         if not self.workers:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.workers = text.start_workers(max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1)))
-        for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
+        befores, lanes = np.divmod(index, self.config.lanes)  # rows of the lane before each one, and its lane
+        for lane in {*lanes.tolist()} - self.lanes.keys():
             self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
-        return _shift_targets(self, [self._take(n) for n in numbers])
+        blocks = []
+        for before, lane in zip(befores.tolist(), lanes.tolist(), strict=True):
+            # The rows before it belong to other ranks.
+            tokens, self.positions[str(lane)] = next(row for row in self.lanes[lane] if row[1].given > before)
+            blocks.append(tokens)
+        return _shift_targets(self, blocks)
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:
