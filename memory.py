@@ -25,13 +25,12 @@ from config import Config
 from lib import lora, torch_private
 from lib.machine import Gpu
 from model import Transformer
-from optim import DTYPES, STACK_ELEMENTS, matrices
+from optim import DTYPES, matrices
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
 CUDA_BYTES = int(1.44 * GIB)  # CUDA's own and NCCL's buffers, outside torch's allocator
 CUBLAS_BYTES = 2**26  # workspaces of the forward and of the backward thread, from torch's allocator
-STACKS = 4.5  # multiples of a stack that Muon needs at once, as torch's allocator measured it
 LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
 PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process with or without a GPU: Python, torch
 
@@ -308,12 +307,6 @@ def _moments(config: Config, cluster: Cluster, gradients: int, parked: int) -> l
     else:  # the trace has counted the gradients
         held = [before, before, gradients, gradients]
         moments = [{"gradients": size, "activations": peak - size} for size, peak in zip(held, peaks, strict=True)]
-    if config.optimizer == "muon":
-        part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
-        sizes = [p.numel() for p in matrices(_one_block(config))]
-        largest = max(size * min(max(1, STACK_ELEMENTS // size), part) for size in sizes)
-        stacks = int(STACKS * DTYPES[config.dtype].itemsize * largest)
-        moments.append({"gradients": gradients, "Muon's stacks": stacks})
     if config.load == "rank0":  # see shard.fill_parameters
         moments.append({"a whole parameter": max(row.size for row in kept(config, 1))})
     return moments
@@ -341,9 +334,8 @@ def _fsdp_moments(
     gathered = [forward + buffer * (head or block), backward, block + last, last]
     if config.lora:  # adapters only; the ends have none
         block, end, head = elements(config, 1)[0] // shape.n_layers, 0, 0
-    converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
-    # With replicas, the reduced parts of all units stay until the backward pass ends.
-    replica_sums = trained * reduce if replicas > 1 and converts else 0
+    # With replicas, the reduced parts of all units stay until the backward pass ends, unless they are the gradients.
+    replica_sums = trained * reduce if replicas > 1 and (offload or config.param_dtype != config.reduce_dtype) else 0
 
     # In the last block's backward pass, the head's gradients are reduced, or those of the block after it. If there is
     # none after it, its own are reduced when it is freed.
@@ -354,7 +346,7 @@ def _fsdp_moments(
         (max(before, head and kept_end), peaks[1], compute * gathered[1], replica_sums + reduced),
         (gradients, peaks[2], compute * gathered[2], replica_sums + block * reduce),
         (before or gradients - kept_end, peaks[3], compute * gathered[3], replica_sums + block * reduce),
-        (gradients, 0, 0, replica_sums + end * reduce + max(end * compute, converts * end * reduce // shards)),
+        (gradients, 0, 0, replica_sums + end * reduce + end * compute),
     ]
     parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
     return [dict(zip(parts, moment, strict=True)) for moment in moments]
