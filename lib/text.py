@@ -7,7 +7,7 @@ with a field named text is a document. Of conversations the assistant's tokens a
 trained on.
 
 `prepare` writes a folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic
-20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (sources, tokenizer, hashes).
+20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (tokenizer, hashes).
 Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold the rows in their order, for any number
 of processes. Until `prepare` has done all, index.json also has the position after the finished shards, where an
 interrupted call resumes. index.json counts the rows that were left out, with the reasons, and every run reports them.
@@ -124,8 +124,8 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     texts = [file for file in files if file.kind in SUFFIXES]
     if not shards and not texts:
         raise UserError(f"{flag} {spec} does not exist, or has no file of {FORMATS}; FOLDER/** includes deeper folders")
-    visible = [file.kind for file in files if not os.path.basename(file.name).startswith(".")]
-    unknown = [kind or "no suffix" for kind in visible if kind not in (SHARD, *SUFFIXES)]
+    others = [file for file in files if file.kind not in (SHARD, *SUFFIXES)]
+    unknown = [file.kind or "no suffix" for file in others if not os.path.basename(file.name).startswith(".")]
     if unknown:
         kinds = ", ".join(sorted({*unknown}))
         warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
@@ -156,10 +156,11 @@ def fetch_all(files: list[TextFile], cache: Path) -> list[TextFile]:
         if group[0].store:
             folder = cache / f"files-{digest([file[:3] for file in group])}"
             retry(functools.partial(_download, group, parent, folder))
-            paths = [str(folder / os.path.basename(file.name)) for file in group]
-            rows = zip(group, paths, strict=True)
-            group = [file._replace(name=path, size=os.path.getsize(path), store=None) for file, path in rows]
-        local += group
+            for file in group:
+                path = str(folder / os.path.basename(file.name))
+                local.append(file._replace(name=path, size=os.path.getsize(path), store=None))
+        else:
+            local += group
     return local
 
 
