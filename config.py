@@ -341,7 +341,7 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     values = {f.name: f.default for f in fields(Config)}
     values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
     if {"steps", "epochs"} <= settings.keys():
-        raise UserError("--steps and --epochs exclude each other: remove one")
+        raise UserError("--steps and --epochs exclude each other")
     if values["lora_weights"] and values["weights"]:
         from lib.folders import adapter_flags
 
@@ -527,7 +527,7 @@ def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     for f in fields(Config) if world_size == 0 else ():
         missing = [needed for needed in f.metadata["needs"] if needed not in given]
         if missing and getattr(c, f.name) not in (f.default, 0):
-            raise UserError(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
+            raise UserError(f"--{f.name} has no effect without --{missing[0]}")
     if world_size % c.context_parallel:
         raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
     flags = {f"--{name} {value}" for name, value in vars(c).items()} | {f"--{name}" for name in given}

@@ -2,7 +2,6 @@
 process for several, the uncompiled code for the compiled."""
 
 import contextlib
-import functools
 import itertools
 import re
 from dataclasses import replace
@@ -312,7 +311,6 @@ def test_layers_compiled_or_quantized_once_per_step_give_the_same_bits(recipe, d
             assert torch.equal(a, b), error(b, a)
 
 
-@functools.cache
 def bytes_kept(recipe: str | None, compiled: bool) -> int:
     """For the backward pass of an MLP, without its parameters. None: in bf16."""
     saved, mlp = {}, make_mlp(recipe, dtype=BF16)
