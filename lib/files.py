@@ -1,6 +1,7 @@
 """Files: JSON objects, atomic writes, free space, kinds of content by their first bytes, and reading ahead. Imports no
 torch."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -105,12 +106,11 @@ def read_file(path: Path) -> bytes:
 
 def read_object(path: Path) -> dict:
     """The object in a JSON file. UserError if there is none."""
-    try:
-        value = json.loads(read_file(path))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is damaged: it is not JSON ({e})") from None
+    text, value = read_file(path), None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+        raise UserError(f"{path} is damaged: it holds no JSON object")
     return value
 
 

@@ -283,7 +283,7 @@ def test_wrong_index(tmp_path):
     folder, outside = save(tmp_path, "llama3", shard="40KB"), {"weight_map": {"a": "../x.safetensors", "b": 5}}
     for text, message in (
         (json.dumps(outside), "lacks files that its index names: .'../x.safetensors', '5'"),
-        ("[]", "holds a list, not an object"), ("{", "is damaged"),
+        ("[]", "holds no JSON object"), ("{", "is damaged"),
     ):  # fmt: skip
         (folder / INDEX).write_text(text)
         with pytest.raises(UserError, match=f"{folder}.*{message}"):
