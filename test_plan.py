@@ -131,12 +131,9 @@ def test_a_newcomer_learns_what_makes_a_run_fit(capsys, words, message, cheapest
         assert planned(f"{words} {cheapest.replace(flag, '')} {batch}").lacking(), flag
 
 
-def test_a_run_that_no_flags_make_fit(capsys):
+def test_gpus_and_hosts_are_judged_apart(capsys):
     _, out, _ = answer(capsys, "--model llama3.1-405b --gpu rtx4090 --host_gib 64")
     assert "\nNo flags make it fit: with `" in out
-
-
-def test_gpus_and_hosts_are_judged_apart(capsys):
     words = "@recipes/llama3.1-405b.args --gpus 8"
     _, out, _ = answer(capsys, f"{words} --host_gib 7000 --price 2")
     assert "it fits" in out and "of 7,000 GiB (--host_gib)\n" in out and " at $2 per GPU-hour" in out

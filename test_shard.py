@@ -287,10 +287,6 @@ def test_what_does_not_work_together_is_refused(conflict, words, ranks):
         refuse_conflicts(parse_args(words.split()), ranks)
 
 
-def test_compiled_blocks_and_offload_work_together():
-    refuse_conflicts(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
-
-
 # Flags, device, GiB of the host and of a GPU, what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32.
 @pytest.mark.parametrize("words, device, host, gpu, message", [
     ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* and has 100.0 GiB"),
