@@ -119,9 +119,10 @@ class Supervisor:
         )
 
     def run(self) -> None:
-        saved, tries = last_saved(self.out), 0
+        saved, tries = "", 0
         while (end := self.attempt()).state == "failed" and not self.stop_requested():
-            newest = last_saved(self.out)
+            manifests = self.out.glob("checkpoints/step-????????/manifest.json")
+            newest = max((path.parent.name for path in manifests), default="")
             tries = 1 if newest > saved else tries + 1
             saved = max(saved, newest)
             if tries > self.job["retries"]:
@@ -200,11 +201,6 @@ def first_error(hosts: list[Host]) -> dict:
             errors.append({"order": KILLED if "silent" in host.last else SILENT, "message": host.silence})
     errors.append({"order": FOLLOWED, "message": "it ended, and no host can name the reason"})
     return min(errors, key=lambda error: error["order"])
-
-
-def last_saved(out: Path) -> str:
-    """The name of a run's newest checkpoint; empty if there is none."""
-    return max((path.parent.name for path in out.glob("checkpoints/step-????????/manifest.json")), default="")
 
 
 # ---- following a run

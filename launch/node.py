@@ -283,7 +283,8 @@ def choose_interface(node, first, last):
     """Makes gloo and NCCL use the network interface that leads to the first node, or from there to the last. gloo would
     look up its own hostname, which Debian's /etc/hosts maps to 127.0.1.1."""
     peer = first if node else last
-    route = subprocess.getoutput(f"ip -o route get {socket.gethostbyname(peer)}")
+    address = socket.getaddrinfo(peer, None)[0][4][0]  # Slurm has names
+    route = subprocess.getoutput(f"ip -o route get {address}")
     if match := re.search(r" dev (\S+)", route):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", match[1])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={match[1]}")  # without `=`: every name that begins like this

@@ -285,18 +285,24 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path):
 
 def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monkeypatch):
     supervisor.job |= {"retries": 1, "retry_pause": 0}
-    ends = iter([cluster.State("failed", n, f"what {n}") for n in range(9)])
-    saved = iter(["", "step-4", "step-7", "step-7"])
-    monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
-    monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
+    steps = iter([4, 7, 7])
+
+    def attempt(self):
+        step = next(steps)
+        manifest = supervisor.out / f"checkpoints/step-{step:08d}/manifest.json"
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest.touch()
+        return cluster.State("failed", step, f"what {step}")
+
+    monkeypatch.setattr(Supervisor, "attempt", attempt)
     supervisor.run()
     assert log(supervisor).splitlines() == [
-        "Relaunching from step-4 in 0 s: try 1 of 1 without progress",
-        "Relaunching from step-7 in 0 s: try 1 of 1 without progress",
+        "Relaunching from step-00000004 in 0 s: try 1 of 1 without progress",
+        "Relaunching from step-00000007 in 0 s: try 1 of 1 without progress",
     ]
     assert (
-        node.read_json(supervisor.out / "status.json")["message"] == "what 1"
-    )  # that of `waiting`: `attempt` records the end
+        node.read_json(supervisor.out / "status.json")["message"] == "what 7"
+    )  # of `waiting`: `attempt` records the end
 
 
 def test_a_full_disk_is_named(supervisor, monkeypatch):
