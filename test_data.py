@@ -18,7 +18,7 @@ import torch
 
 from config import parse_args
 from data import epochs_as_steps, main, make_loader, open_data, show
-from lib import files
+from lib import files, rows
 from lib import text as text_module
 from lib.errors import UserError
 from lib.ranks import Ranks
@@ -122,7 +122,7 @@ def prepared(folder, count):
 @pytest.mark.parametrize("has_index", [True, False])
 def test_many_shards(tmp_path, monkeypatch, has_index):
     """Rank 0 opens the index, or each header once and its beginning for the fingerprint. Other ranks open shards when
-    they read them. None stays open."""
+    they read them. Few stay open."""
     folder, sent, opened, counts = prepared(tmp_path / "d", 300), [], [], [0]
     sys.addaudithook(lambda event, args: event == "open" and str(args[0]).startswith(f"{folder}/") and opened.append(1))
     monkeypatch.setattr("data.CHECKED", T)
@@ -137,7 +137,7 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
     assert len(pickle.dumps(sent)) < 301 * 250
     descriptors = len(os.listdir("/proc/self/fd"))
     assert loader.sources[0].read(0, 30000).tolist() == [t for i in range(300) for t in range(i, i + 100)]
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) - descriptors <= rows.OPEN_FILES
     path = folder / ("index.json" if has_index else "train-00100.bin")
     path.write_bytes(path.read_bytes().replace(b"00100.bin", b"00100.new") if has_index else bytes(1300)[:1224])
     if not has_index:

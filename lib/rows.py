@@ -39,6 +39,7 @@ from shapes import IGNORE
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 CACHE = Path(__file__).parent.parent / "cache"
+OPEN_FILES = 64  # shards that a process keeps open
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
@@ -208,6 +209,18 @@ def open_source(listing: Listing, split: str, config: Config):
     return (ChatRows if listing.is_chat else ShardRows)(shards, delimiter, config)
 
 
+# Opening a file of a network for each conversation would take longer than a step.
+open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", buffering=0))
+
+
+def _read_part(part: Shard) -> bytes:
+    try:
+        return os.pread(open_file(part.path).fileno(), part.width * part.tokens, part.offset)
+    except OSError:
+        open_file.cache_clear()  # a stale handle of a network file system stays stale
+        raise
+
+
 def _shift_targets(source, blocks):
     """seq_len + 1 tokens of each row -> tokens, targets, begins"""
     blocks = np.array(blocks).reshape(-1, source.config.seq_len + 1)
@@ -242,9 +255,10 @@ class ShardRows:
         pieces, vocab_size = [], self.config.model_config.vocab_size
         for shard, begin in zip(self.shards[first - 1 : end], self.bounds[first - 1 : end], strict=True):
             part = shard.part(max(start - begin, 0), min(stop - begin, shard.tokens))
-            read = functools.partial(np.fromfile, part.path, f"<u{part.width}", part.tokens, offset=part.offset)
-            if len(tokens := retry(read, part.path)) < part.tokens:
+            content = retry(functools.partial(_read_part, part), part.path)
+            if len(content) < part.width * part.tokens:
                 raise UserError(f"{part.path} on {platform.node()} is shorter than at the start: copy it again")
+            tokens = np.frombuffer(content, f"<u{part.width}")
             if (largest := (tokens & self.id_bits).max()) >= vocab_size:
                 raise UserError(
                     f"{shard.path}: id {largest}, but the model's vocab_size is {vocab_size}: tokenizer and --model"
