@@ -411,11 +411,11 @@ class Stream:
         if not self.workers:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.workers = text.start_workers(max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1)))
-        befores, lanes = np.divmod(index, self.config.lanes)  # rows of the lane before each one, and its lane
+        starts_before, lanes = np.divmod(index, self.config.lanes)  # rows of the lane before each one, and its lane
         for lane in {*lanes.tolist()} - self.lanes.keys():
             self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
         blocks = []
-        for before, lane in zip(befores.tolist(), lanes.tolist(), strict=True):
+        for before, lane in zip(starts_before.tolist(), lanes.tolist(), strict=True):
             # The rows before it belong to other ranks.
             tokens, self.positions[str(lane)] = next(row for row in self.lanes[lane] if row[1].given > before)
             blocks.append(tokens)
