@@ -216,6 +216,7 @@ def _raise_exception(message: str) -> None:
 @functools.cache
 def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     """-> (the template, the expression for a control token)"""
+    from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     # {% generation %} ... {% endgeneration %} is a scope. They keep their control of white space.
@@ -228,7 +229,10 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     known = {"raise_exception": _raise_exception, "strftime_now": DATE.strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    return environment.from_string(source, tokenizer.names | known), re.compile(control)
+    try:
+        return environment.from_string(source, tokenizer.names | known), re.compile(control)
+    except TemplateError as e:
+        raise UserError(f"Chat: the chat template is damaged: {e}") from None
 
 
 def _break_up(text, control: re.Pattern):

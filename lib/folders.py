@@ -221,7 +221,10 @@ def find_files(folder: Path) -> list[Path]:
             f"{folder} holds neither model.safetensors nor its index: `python download.py ORG/NAME` adds them. Pickles"
             " are not loaded, because they can run code: convert them with save_pretrained of transformers"
         )
-    names = {*map(str, read_object(index).get("weight_map", {}).values())}
+    table = read_object(index).get("weight_map")
+    if not isinstance(table, dict):
+        raise UserError(f"{index} has no weight_map")
+    names = {*map(str, table.values())}
     if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
         raise UserError(f"{folder} lacks files that its index names: {sorted(missing)[:4]}")
     return [folder / name for name in sorted(names)]

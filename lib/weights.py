@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lib import progress
-from lib.chat import chat_template
+from lib.chat import chat_template, render_chat
 from lib.errors import UserError
 from lib.families import config_json, family, read_config
 from lib.files import read_json, write_json
@@ -196,8 +196,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     """Writes a tokenizer's files into a model's folder -> the ids of BOS, EOS and padding for its config.json. With
     the files, transformers 4 and 5 give our ids.
 
-    chat_format: of a model that was trained on conversations. Their template is written, and the tokens that end a
-    turn also end a text."""
+    chat_format: of a model that was trained on conversations. Their template is written, and the token that ends an
+    answer also ends a text."""
     for file, name in tokenizer.files.items():
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
@@ -218,10 +218,20 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     if chat_format:
         chat = chat_template(tokenizer, chat_format)
         (folder / "chat_template.jinja").write_text(chat, "utf-8")
-        ends = sorted({*ends, *tokenizer.stop_ids - {tokenizer.bos_id}})
+        ends = sorted({*ends, *_turn_ends(tokenizer, chat)})
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     pad = tokenizer.pad_id
     return ids if pad is None or pad >= tokenizer.vocab_size else ids | {"pad_token_id": pad}
+
+
+def _turn_ends(tokenizer: Tokenizer, chat: str) -> list[int]:
+    """The control token that ends an answer: the last trained one of a short conversation; all usual ones if the
+    template refuses it."""
+    try:
+        ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
+    except UserError:
+        return [*tokenizer.stop_ids - {tokenizer.bos_id}]
+    return [i for i, trained in zip(ids, mask, strict=True) if trained and i in tokenizer.control.values()][-1:]
 
 
 # The tokenizer.json of `bytes`, without its vocabulary.
