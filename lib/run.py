@@ -351,13 +351,20 @@ class Watchdog:
 
 def take_lock(folder: Path) -> SoftFileLease:
     """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a dead
-    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal.
+    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal, and
+    an empty lock after LEASE seconds.
     Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
-    lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
-    with contextlib.suppress(Timeout):
-        lock.acquire(timeout=PATIENCE)
-        return lock
+    path = folder / "lock"
+    lock = SoftFileLease(path, lease_duration=LEASE, thread_local=False)
+    begin = time.monotonic()
+    while time.monotonic() < begin + PATIENCE:
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=3)
+            return lock
+        with contextlib.suppress(OSError):  # a power failure can leave an empty lock, which filelock does not take over
+            if not path.stat().st_size and time.time() - path.stat().st_mtime > LEASE:
+                path.write_text("damaged")
     raise UserError(
         f"--out {folder}: the process in {folder}/lock is training there; stop it with `bash launch.sh stop`, or remove"
         " the lock if that process is dead"

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
 from lib.hub import guard_token, hub_errors
@@ -29,14 +30,19 @@ def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]
     """-> (the fsspec file system of an address, None for a path; name, size and version of a file, of the matches of a
     pattern, or of the files in a folder). size: 0 if the listing has none. version: changes with the content; empty if
     the file system tells none."""
+    address, is_local = spec, "://" not in spec
+    if is_local:
+        path = Path(spec).expanduser().absolute()
+        folder = next(parent for parent in (path, *path.parents) if parent.exists())
+        # Names of existing folders above a pattern may hold * ? and [].
+        address = str(path if path == folder else Path(glob.escape(str(folder)), path.relative_to(folder)))
     with store_errors(spec):
-        store, path = (_open_hub if spec.startswith("hf://") else _open_store)(spec, flag)
+        store, path = (_open_hub if spec.startswith("hf://") else _open_store)(address, flag)
         info = find_info(store, path)  # a name may hold * ? and []
         if info and info["type"] != "directory":
             infos = [info]
         else:
             infos = store.glob(glob.escape(path) + "/*" if info else path, detail=True).values()
-    is_local = "://" not in spec
     entries = []
     for info in infos:
         if info["type"] != "directory":

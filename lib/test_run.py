@@ -170,6 +170,17 @@ def hold(folder, answers) -> None:
     time.sleep(60 * bool(lock))
 
 
+@pytest.mark.parametrize("age", [0, 3600])
+def test_an_empty_lock_is_taken_over_when_nobody_fills_it(tmp_path, monkeypatch, age):
+    """A young one within the same start, because it is no mistake of the user."""
+    monkeypatch.setattr(guard, "LEASE", 4.0)
+    (tmp_path / "lock").touch()
+    os.utime(tmp_path / "lock", (time.time() - age,) * 2)
+    lock = take_lock(tmp_path)
+    assert lock.token in (tmp_path / "lock").read_text()
+    lock.release()
+
+
 def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "PATIENCE", 0.5)
     context = multiprocessing.get_context("fork")  # importing all again takes seconds

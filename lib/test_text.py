@@ -255,7 +255,7 @@ def test_command_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--data x --tokeniser y", "required: --tokenizer, --out"),
+    ("--data x --tokeniser y", "required: --out"),
     ("--data x --tokenizer bytes --out o --shard_token=5", "did you mean --shard_tokens?"),
     ("--data x --tokenizer bytes --out o --skip-bad 1", "did you mean --skip_bad?"),
     ("--data x --tokenizer bytes --out o --seq_len 9 --stream", "arguments: --seq_len 9 --stream"),
@@ -352,7 +352,7 @@ def test_a_path_that_exists_is_no_pattern(tmp_path):
         MemoryFileSystem().pipe(f"/{name}", name.encode())
     for spec, found in (
         ("a*1.txt", "a*1.txt"), ("b*[2].txt", "b*[2].txt"), ("c?.txt", "c?.txt"), ("d*[1]/e*.txt", "d*[1]/e*.txt"),
-        ("[ab]*.txt", "a*1.txt ab1.txt b*[2].txt"), ("d*[1]", "d*[1]/e*.txt d*[1]/ef.txt"), ("d*[1]/*", "d11/g.txt"),
+        ("[ab]*.txt", "a*1.txt ab1.txt b*[2].txt"), ("d*[1]", "d*[1]/e*.txt d*[1]/ef.txt"), ("d*[1]/*", "d*[1]/e*.txt d*[1]/ef.txt"),
     ):  # fmt: skip
         names = [str(Path(file.name).relative_to(tmp_path)) for file in find_files(f"{tmp_path}/{spec}", "")]
         assert names == found.split()
