@@ -34,8 +34,8 @@ from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 
-from lib.errors import Failure, Parser, UserError, check_words, prepare_python, run_script
-from lib.files import MISSING_FILE, checksum, fsync_path, read_json, retry, write_whole
+from base.disk import MISSING_FILE, checksum, fsync_path, read_json, retry, write_whole
+from base.errors import Failure, Parser, UserError, check_words, prepare_python, run_script
 
 # ---- the command line, parsed before torch is imported, which takes seconds
 
@@ -68,14 +68,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from base.ranks import ALONE, Ranks, gather, on_every_rank, on_first_rank
+from base.tensors import Slices, TensorFile, assemble, local, shard_slices, sharding, write_file
 from config import Config, fields_that_resume
 from data import Loader
-from lib.folders import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
-from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, gather, on_every_rank, on_first_rank
-from lib.rows import merge_positions
-from lib.run import ANSWER, Run
-from lib.weights import export_trained
+from dataset.prepare import knows_text
+from dataset.rows import merge_positions
+from hf.weights import base_fingerprint, export_trained, refuse_other_base
+from job.job import ANSWER, Run
 from optim import DTYPES, Optimizer, learning_rate, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, free_gathered, uncompiled, whole_rows
@@ -587,7 +587,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
         saved = newest(args.run)
-        export_trained(saved, args.out, DTYPES[args.dtype], spec=args.tokenizer)
+        spec = args.tokenizer or (saved.config.tokenizer if knows_text(saved.config) else "")
+        export_trained(saved, args.out, DTYPES[args.dtype], spec=spec)
         print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
         return 0
     refuse_empty(args.run)

@@ -16,9 +16,9 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from lib.errors import Parser, UserError, naming, nearest
-from lib.files import ROOT, VERSION, read_object
-from lib.hub import local_path
+from base.disk import ROOT, VERSION, read_object
+from base.errors import Parser, UserError, naming, nearest
+from base.hub import local_path
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -196,7 +196,7 @@ class Config:
         """The shape of --model, with the sizes that flags override."""
         row = MODELS.get(self.model)
         if row is None:
-            from lib.families import read_config
+            from hf.families import read_config
 
             flag = "--weights" if self.model == self.weights else "--model"
             folder = local_path(self.model, flag)
@@ -336,14 +336,14 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
-    from lib.text import name_of
+    from dataset.prepare import name_of
 
     values = {f.name: f.default for f in fields(Config)}
     values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
     if {"steps", "epochs"} <= settings.keys():
         raise UserError("--steps and --epochs exclude each other")
     if values["lora_weights"] and values["weights"]:
-        from lib.folders import adapter_flags
+        from hf.weights import adapter_flags
 
         theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
         values |= {name: value for name, value in theirs.items() if name not in settings}
@@ -355,7 +355,7 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     values["out"] = values["out"] or f"runs/{'-'.join(names)}"
     config = Config(**values)
     if config.lora_targets == ("all",):
-        from lib.lora import sizes
+        from hf.lora import sizes
 
         config = replace(config, lora_targets=tuple(sizes(config.model_config)))
     refuse_conflicts(config)
@@ -394,7 +394,7 @@ def _read_value(f: Field, words: list[str]):
 
 def _settle_model(values: dict) -> None:
     """--model defaults to --weights, and --tokenizer to the tokenizer next to --weights or --model."""
-    from lib.tokenizer import holds_tokenizer
+    from hf.tokenizer import holds_tokenizer
 
     weights = values["weights"]
     folders = {weights: local_path(weights, "--weights")} if weights else {}
@@ -411,7 +411,7 @@ def _settle_model(values: dict) -> None:
 def _check_data(c: Config, trains: bool) -> None:
     """Refuses likely mistakes, unless the user names --tokenizer bytes: samples of unknown tokens and, if it trains,
     the built-in text for a real model, and bytes in a vocabulary of words."""
-    from lib.text import is_shards
+    from dataset.prepare import is_shards
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     shards = [*map(is_shards, c.data + c.val_data)]
@@ -431,11 +431,11 @@ def _check_data(c: Config, trains: bool) -> None:
 
 def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
-    from lib.text import text_fields
+    from dataset.prepare import text_fields
 
     text_fields(c)  # refuses names of no entry
     if c.lora:
-        from lib.lora import check_flags
+        from hf.lora import check_flags
 
         check_flags(c)
     tunable, model, parts = fields_that_resume("override"), c.model_config, c.context_parallel

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from lib.errors import prepare_python
+from base.errors import prepare_python
 
 prepare_python()  # before the import of torch, so that the tests run as the scripts do
 gc.disable()  # until all tests are collected, which imports very many objects
@@ -16,7 +16,9 @@ gc.disable()  # until all tests are collected, which imports very many objects
 def pytest_collection_modifyitems(items):
     import torch  # not above: with pytest-xdist, the first process runs no test and need not wait for torch
 
-    items.sort(key=lambda item: item.path.parent.name == "lib")  # short tests last, so that all processes end together
+    items.sort(
+        key=lambda item: item.path.parent.name in ("hf", "dataset", "job", "base")
+    )  # short tests last, so that all processes end together
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -49,14 +51,14 @@ def fresh_logger():
 def shared_cache(tmp_path_factory):
     """Tests do not write into the checkout's cache/."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lib.rows.CACHE", tmp_path_factory.getbasetemp() / "cache")
+        patch.setattr("dataset.rows.CACHE", tmp_path_factory.getbasetemp() / "cache")
         yield
 
 
 @pytest.fixture
 def text_cache(tmp_path, monkeypatch):
     """A cache of tokenised text of the test's own."""
-    monkeypatch.setattr("lib.rows.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("dataset.rows.CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -5,8 +5,8 @@ begins at token i * seq_len. Conversations are packed into rows. Rows are visite
 function of (seed, epoch, i). It is computed when it is needed, and never stored. Sample n is the n-th row of that
 order, from 0. Let R = batch_tokens / seq_len: step s, from 1, trains on samples (s - 1) R ... s R - 1. Ranks,
 micro-batches and resumes do not change this, so the position is one integer. The files of a stream are dealt to lanes
-(lib/rows.py), and each lane adds its position. In a mixture, `turns` decides which source gives the next sample.
-lib/rows.py reads the rows.
+(dataset/rows.py), and each lane adds its position. In a mixture, `turns` decides which source gives the next sample.
+dataset/rows.py reads the rows.
 
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from base.disk import plural, read_ahead, sample_digest
+from base.errors import Parser, UserError, naming, prepare_python, run_script
 from config import Config, check_values, choose_lanes, parse_args, read_run, row_groups, split_batch
-from lib.errors import Parser, UserError, naming, prepare_python, run_script
-from lib.files import plural, read_ahead, sample_digest
-from lib.text import main as run_text_command
+from dataset.prepare import main as run_text_command
 
 if __name__ == "__main__":
     prepare_python()
@@ -40,11 +40,11 @@ import numpy as np  # isort: skip
 import torch
 from torch import Tensor
 
-from lib import torch_private
-from lib.ranks import Ranks, on_first_rank
-from lib.rows import Listing, NoRows, find_sources, open_cached, open_source, permute, split_mixture, turns
-from lib.text import VERBS, knows_text, log
-from lib.tokenizer import decode_marked, load_tokenizer, token_sizes
+from base import torch_private
+from base.ranks import Ranks, on_first_rank
+from dataset.prepare import VERBS, knows_text, log
+from dataset.rows import Listing, NoRows, find_sources, open_cached, open_source, permute, split_mixture, turns
+from hf.tokenizer import decode_marked, load_tokenizer, token_sizes
 from shapes import IGNORE, document_begins
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run

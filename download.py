@@ -3,7 +3,7 @@
 huggingface_hub transfers the files: HF_HOME's cache, Xet, retries, progress bars and all HF_* variables are its own. It
 compares only sizes while it downloads, so afterwards each file is hashed and compared with the hub's listing: sha256
 for large files, git's SHA-1 of a blob for the others. A damaged file is downloaded once more. Until all files are
-verified, a mark in the folder makes `local_path` in lib/hub.py refuse it. After an interruption the same command
+verified, a mark in the folder makes `local_path` in base/hub.py refuse it. After an interruption the same command
 continues: complete files are not downloaded again. Two commands for one folder work one after the other."""
 
 import argparse
@@ -15,9 +15,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, plural, retry
-from lib.hub import UNFINISHED, guard_token, hub_errors, is_busy, sizes_of, split_name
+from base.disk import amount, plural, retry
+from base.errors import Failure, Parser, UserError, prepare_python, run_script
+from base.hub import UNFINISHED, guard_token, hub_errors, is_busy, sizes_of, split_name
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 # Names that could lead out of a folder: with a part that is empty, . or .., a drive of Windows, a control character.

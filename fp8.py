@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lib import torch_private
-from lib.errors import UserError
-from lib.torch_private import held_tensor
+from base import torch_private
+from base.errors import UserError
+from base.torch_private import held_tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, check_words, prepare_python, run_script, within
-from lib.files import read_json
-from lib.hub import local_path
+from base.disk import read_json
+from base.errors import Parser, UserError, check_words, prepare_python, run_script, within
+from base.hub import local_path
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -54,15 +54,14 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
+from base.host import find_device
 from checkpoint import newest
-from lib.chat import chat_template, render_chat
-from lib.families import read_config
-from lib.folders import Read, open_trained, open_weights
-from lib.machine import find_device
-from lib.run import Run
-from lib.text import knows_text, warn_once
-from lib.tokenizer import load_tokenizer
-from lib.weights import empty_model
+from dataset.prepare import knows_text, warn_once
+from hf.chat import chat_template, render_chat
+from hf.families import read_config
+from hf.tokenizer import load_tokenizer
+from hf.weights import Read, empty_model, open_trained, open_weights
+from job.job import Run
 from log import logger
 from model import Transformer
 from optim import DTYPES

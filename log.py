@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,8 +19,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import ROOT, read_json, write_json, write_whole
+from base.disk import ROOT, read_json, write_json, write_whole
+from base.errors import Parser, UserError, prepare_python, run_script
 
 if __name__ == "__main__":
     prepare_python()
@@ -31,13 +30,12 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
+from base.host import describe_environment, memory_gib, peak_flops
+from base.ranks import gather, on_first_rank
 from config import PROFILE_AFTER, Config
-from lib import curves
-from lib.curves import draw_runs, read_records
-from lib.lora import flops_per_token
-from lib.machine import describe_environment, memory_gib, peak_flops
-from lib.ranks import gather, on_first_rank
-from lib.run import logger, refuse_unusable
+from curves import draw_runs, read_records
+from hf.lora import flops_per_token
+from job.job import logger, refuse_unusable
 from model import IGNORE, Transformer
 from optim import DTYPES
 from shard import mesh_shape
@@ -63,7 +61,7 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
 
 def profile_steps(run) -> profile:
     """torch's profiler for --profile steps of rank 0, from the fourth step of this start on; it writes profile/ when
-    they are done. Call its step() after each step. run: a lib.run.Run."""
+    they are done. Call its step() after each step. run: a job.job.Run."""
     steps, folder = run.config.profile, run.folder / "profile"
     if not steps or run.ranks.rank:
         return profile(schedule=lambda step: ProfilerAction.NONE)
@@ -88,7 +86,7 @@ class Log:
     `with log:` opens the trackers and closes them at the end."""
 
     def __init__(self, run, model: Transformer, start: int, sources: list[str] = ()):
-        """run: a lib.run.Run. start: the last finished step. sources: names of the entries of a mixture."""
+        """run: a job.job.Run. start: the last finished step. sources: names of the entries of a mixture."""
         config: Config = run.config
         self.run, self.config, self.ranks, self.clock = run, config, run.ranks, run.clock
         self.file = run.folder / "metrics.jsonl"
@@ -237,13 +235,14 @@ class Log:
         now = time.perf_counter()
         if self.ranks.rank or (now < self.drawn_at + DRAW_EVERY and not last):
             return
-        command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
+        code = "import sys, pathlib, curves; curves.draw_run(pathlib.Path(sys.argv[1]))"  # it needs no torch
+        command = sys.executable, "-c", code, str(self.run.folder.absolute())
         with self.run.phase("plots"):
             if self.drawing:
                 self.drawing.wait()
             self.drawn_at, self.drawing = now, subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
             if last and self.drawing.wait():
-                logger.warning(f"curves.png was not drawn: {shlex.join(command)} fails")
+                logger.warning(f"curves.png was not drawn; `python log.py plot {self.run.folder}` says why")
 
 
 def keep_records(file: Path, start: int) -> None:

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 import fp8
 import nf4
 import shard
+from base import torch_private
+from base.host import Gpu
 from config import Config
-from lib import lora, torch_private
-from lib.machine import Gpu
+from hf import lora
 from model import Transformer
 from optim import DTYPES, matrices
 from shard import mesh_shape, sharded_dim

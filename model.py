@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import PACKED, WHOLE, attention_of_part
-from rope import apply_rope, rope_table
+from attention import PACKED, WHOLE, apply_rope, attention_of_part, rope_table
 from shapes import IGNORE, ModelConfig, document_begins
 from shapes import MODELS as MODELS  # so that `from model import MODELS` works
 

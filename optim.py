@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw as torch_adamw
 
+from base import torch_private
+from base.errors import Failure
+from base.ranks import Ranks, gather
+from base.tensors import is_sharded, local, local_start
 from config import Config
-from lib import torch_private
-from lib.errors import Failure
-from lib.parts import is_sharded, local, local_start
-from lib.ranks import Ranks, gather
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: eager temporaries fit in a cache; compiled indices in 32 bits

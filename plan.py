@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from base import errors
+from base.disk import amount, free_space
+from base.errors import MEMORY_ADVICE, Parser, UserError, within
 from config import DEFAULT, Config, check_batch, parse_args, refuse_conflicts, split_batch, with_recipes
-from lib import errors
-from lib.errors import MEMORY_ADVICE, Parser, UserError, within
-from lib.files import amount, free_space
 
 if __name__ == "__main__":
     errors.prepare_python()
@@ -31,9 +31,10 @@ import attention
 import fp8
 import model as transformer
 import nf4
-from lib import lora, machine
-from lib.machine import GPUS, Gpu
-from lib.ranks import Ranks
+from base import host
+from base.host import GPUS, Gpu
+from base.ranks import Ranks
+from hf import lora
 from memory import GIB, Cluster, checkpoint_bytes, elements, memory, micro_batches, state, trace
 from optim import DTYPES
 from shard import mesh_shape
@@ -156,8 +157,8 @@ def cluster_here(ranks: Ranks) -> Cluster:
     gpu = Gpu("CPU", *[0] * 8)
     if ranks.device.type == "cuda":
         size = torch.cuda.get_device_properties(ranks.device).total_memory
-        gpu = (machine.known_gpu(ranks.device) or gpu._replace(name="GPU"))._replace(gib=size / GIB)
-    return Cluster(ranks.world_size // gpus, gpus, gpu, host_gib=machine.available_memory() / GIB)
+        gpu = (host.known_gpu(ranks.device) or gpu._replace(name="GPU"))._replace(gib=size / GIB)
+    return Cluster(ranks.world_size // gpus, gpus, gpu, host_gib=host.available_memory() / GIB)
 
 
 def refuse_without_room(config: Config, ranks: Ranks) -> None:

@@ -34,11 +34,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import nf4
 from attention import WHOLE, RowPart
-from lib import progress, torch_private
-from lib.errors import UserError
-from lib.files import read_ahead
-from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, on_first_rank
+from base import disk, torch_private
+from base.disk import read_ahead
+from base.errors import UserError
+from base.ranks import ALONE, Ranks, on_first_rank
+from base.tensors import local, shard_slices, sharding
 
 logger = logging.getLogger("flatland")
 
@@ -326,7 +326,7 @@ def fill_parameters(
         on_first_rank(quantize, ranks)
         for buffer in layer.buffers():
             dist.broadcast(buffer, 0)
-            progress.advance()
+            disk.advance()
 
 
 @torch.no_grad()
@@ -339,7 +339,7 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, ranks: Ranks |
             _fill_from_rank0(tensor, name, read, ranks)
         else:
             _fill(local(tensor), name, shard_slices(tensor.shape, *sharding(tensor)), read)
-        progress.advance()
+        disk.advance()
         done += tensor.nbytes
         now = time.perf_counter()
         if now > reported + 10:
@@ -376,7 +376,7 @@ def _read_rows(name: str, slices: Sequence[slice], read: Callable, step: int) ->
     values = (read(name, (slice(a, min(a + starts.step, stop)), *slices[1:])) for a in starts)
     for start, rows in zip(starts, read_ahead(values, 1), strict=True):
         yield slice(start - first, start - first + len(rows)), rows
-        progress.advance()
+        disk.advance()
 
 
 # ---- in the loop

@@ -22,13 +22,13 @@ import torch
 import checkpoint
 import plan
 import shard
+from base import disk
+from base.disk import read_object
+from base.errors import Failure, UserError, describe_error
+from base.ranks import ALONE, Ranks, init_ranks, leave
+from base.tensors import local, shard_slices
 from config import parse_args
-from lib import progress
-from lib.errors import Failure, UserError, describe_error
-from lib.files import read_object
-from lib.parts import local, shard_slices
-from lib.ranks import ALONE, Ranks, init_ranks, leave
-from lib.weights import export_trained, load_model
+from hf.weights import export_trained, load_model
 from model import Transformer
 from optim import make_optimizer
 from test_shard import allocate, fill, run_ranks
@@ -303,14 +303,14 @@ def test_each_read_of_a_resume_is_progress(tmp_path, monkeypatch):
     loaded = checkpoint.Checkpoint(save(tmp_path, 1, model, optimizer, {}, config))
     assert any(not layout.shape for layout in loaded.layouts.values())
     for key, layout in loaded.layouts.items():
-        monkeypatch.setattr(progress, "advanced_at", 0.0)
+        monkeypatch.setattr(disk, "advanced_at", 0.0)
         loaded.read(key, tuple(slice(0, n) for n in layout.shape))
-        assert progress.advanced_at, key
+        assert disk.advanced_at, key
 
 
 READS = [  # functions that read a file in a verification and a load
-    ("pathlib.Path.read_bytes", "manifest.json"), ("lib.folders.open", "rank-00000.safetensors"),
-    ("lib.files.open", "rank-00000.safetensors"), ("lib.folders.TensorFile._read_run", "rank-00000.safetensors"),
+    ("pathlib.Path.read_bytes", "manifest.json"), ("base.tensors.open", "rank-00000.safetensors"),
+    ("base.disk.open", "rank-00000.safetensors"), ("base.tensors.TensorFile._read_run", "rank-00000.safetensors"),
 ]  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
     folder = save(tmp_path, 1, model, optimizer, {}, config)
     module, _, function = name.rpartition(".")
     works = getattr(pkgutil.resolve_name(module), function, open)
-    monkeypatch.setattr("lib.files.WAITS", (0, 0))
+    monkeypatch.setattr("base.disk.WAITS", (0, 0))
     failures = []
 
     def fail(*args, **how):

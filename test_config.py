@@ -14,9 +14,9 @@ import pytest
 
 import config
 from attention import BACKENDS, PACKED
+from base.errors import UserError
 from config import Config, check_batch, parse_args, refuse_conflicts
-from lib.errors import UserError
-from lib.families import config_json
+from hf.families import config_json
 from model import MODELS
 
 ROOT = Path(config.__file__).parent
@@ -318,7 +318,7 @@ def imports(script: str, *words: str, status: int) -> set[str]:
 ])  # fmt: skip
 def test_words_are_answered_without_torch(script, words, status):
     imported = imports(script, *words.split(), status=status)
-    assert "lib.errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
+    assert "base.errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
 
 
 def test_a_launcher_s_check_loads_neither_the_compiler_nor_dtensors(tmp_path, monkeypatch, text):
@@ -334,7 +334,8 @@ def test_a_launcher_s_check_loads_neither_the_compiler_nor_dtensors(tmp_path, mo
 def copy_sources(folder: Path) -> None:
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
-    shutil.copytree(ROOT / "lib", folder / "lib")
+    for part in ("base", "hf", "dataset", "job"):
+        shutil.copytree(ROOT / part, folder / part)
 
 
 def test_without_torch_scripts_say_how_to_set_up_or_start_the_environment(tmp_path):

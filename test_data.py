@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 import torch
 
+from base import disk
+from base.errors import UserError
+from base.ranks import Ranks
 from config import parse_args
 from data import epochs_as_steps, main, make_loader, open_data, show
-from lib import files, rows
-from lib import text as text_module
-from lib.errors import UserError
-from lib.ranks import Ranks
-from lib.readers import builtin_documents
-from lib.rows import find_sources, open_source, permute, turns
-from lib.test_rows import run as run_ranks
-from lib.test_text import open_alone, refused
-from lib.text import find_files
+from dataset import prepare as text_module
+from dataset import rows
+from dataset.files import builtin_documents
+from dataset.prepare import find_files
+from dataset.rows import find_sources, open_source, permute, turns
+from dataset.test_prepare import open_alone, refused
+from dataset.test_rows import run as run_ranks
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 T = 8  # seq_len of most tests
@@ -199,7 +200,7 @@ def test_wrong_flags(tmp_path):
 @pytest.mark.parametrize("piece", [500, 2**24])
 def test_txt(tmp_path, monkeypatch, piece):
     """Several files, in pieces of whole lines; and one with a single long line, which is split, too."""
-    monkeypatch.setattr("lib.readers.TXT_PIECE", piece)
+    monkeypatch.setattr("dataset.files.TXT_PIECE", piece)
     for name, n in (("a", 300), ("b", 1000)):
         (tmp_path / f"{name}.txt").write_text(f"line of {name}: naïve 日本語 <s>\t\x0b\u2028 \r\n" * n, newline="")
     pieces = [row.content for row in find_files(str(tmp_path / "a.txt"), "")[0].rows()]
@@ -242,7 +243,7 @@ def test_built_in_text(tmp_path, monkeypatch):
         m.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=tmp_path / "torch/__init__.py"))
         documents = list(builtin_documents())
     assert documents == ["Topic a. " * 30, "Topic b. " * 30, *docstrings]
-    monkeypatch.setattr("lib.readers.builtin_documents", lambda: documents)
+    monkeypatch.setattr("dataset.files.builtin_documents", lambda: documents)
     train, val = read(config()), read(config(), "val")
     expected = [[256, *d.encode()] for d in documents]
     assert val == sum(expected[19::20], []) and train == sum((d for i, d in enumerate(expected, 1) if i % 20), [])
@@ -347,14 +348,14 @@ def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, name, content, fl
 
 def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
     """64 blocks of 1 KiB out of 1 MiB: a change of two 64ths is seen wherever it is."""
-    monkeypatch.setattr(files, "SAMPLE_BLOCK", 2**10)
-    monkeypatch.setattr(files, "SAMPLE", 2**16)
+    monkeypatch.setattr(disk, "SAMPLE_BLOCK", 2**10)
+    monkeypatch.setattr(disk, "SAMPLE", 2**16)
     path, content = tmp_path / "a.bin", np.random.default_rng(0).bytes(2**20)
     path.write_bytes(content)
-    digests = {files.sample_digest([path])}
+    digests = {disk.sample_digest([path])}
     for start in range(0, 2**20, 2**16):
         path.write_bytes(content[:start] + bytes(2**15) + content[start + 2**15 :])
-        digests.add(files.sample_digest([path]))
+        digests.add(disk.sample_digest([path]))
     assert len(digests) == 17
 
 

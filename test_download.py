@@ -21,10 +21,10 @@ import pytest
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
 import download
-from lib import errors
-from lib.errors import UserError
-from lib.hub import hub_errors, local_path
-from lib.text import find_files
+from base import errors
+from base.errors import UserError
+from base.hub import hub_errors, local_path
+from dataset.prepare import find_files
 
 TOKEN = "hf_SecretSecretSecretSecret"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -191,7 +191,7 @@ def serve(tmp_path, monkeypatch, repos):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 300)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
-    monkeypatch.setattr("lib.files.WAITS", (0, 0))
+    monkeypatch.setattr("base.disk.WAITS", (0, 0))
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)  # slow, and there is no https
     for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)

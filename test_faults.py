@@ -24,11 +24,12 @@ import torch
 import checkpoint
 import model
 import train
-from lib import errors, weights
-from lib import run as guard
-from lib.files import read_json
-from lib.test_run import wait_until
-from lib.weights import load_model
+from base import errors
+from base.disk import read_json
+from hf import weights
+from hf.weights import load_model
+from job import job as guard
+from job.test_job import wait_until
 from model import Transformer
 from optim import AdamW
 from test_checkpoint import SMALL, make_state, replace_shard, rewrite, save
@@ -367,7 +368,7 @@ JOB = """
 import itertools, os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
 import checkpoint, log, shard, train
-from lib import errors, run as guard
+from base import errors; from job import job as guard
 import torch
 log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda *_, **__: None)  # as test_shard.skip_plots
 RANK = int(os.environ.get("RANK", 0))
@@ -454,7 +455,7 @@ FLIP = """
 def flip():
     if RANK == 1:
         made = next(o for o in __import__("gc").get_objects() if isinstance(o, train.Transformer))
-        parameter = __import__("lib.parts").parts.local(next(made.parameters()).detach())
+        parameter = __import__("base.tensors").tensors.local(next(made.parameters()).detach())
         parameter.view(torch.int32).view(-1)[7] ^= 1
 at_step(6, flip)
 """

@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
+from base.errors import UserError, exit_status
 from config import parse_args
 from fp8 import E4M3, RECIPES, WeightScales, convert_linears
-from lib.errors import UserError, exit_status
 from model import MODELS, Linear, MoE, SwiGluMLP, Transformer, grouped_matmul
 from shard import checkpoint_activations
 from test_shard import fill, run_ranks

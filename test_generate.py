@@ -19,14 +19,14 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 import checkpoint
+from base.disk import read_json
+from base.errors import UserError
 from config import parse_args
+from dataset.prepare import write_shard
 from generate import KVCache, choose, main, open_source, sample
-from lib.errors import UserError
-from lib.files import read_json
-from lib.test_tokenizer import _json, _model
-from lib.text import write_shard
-from lib.tokenizer import ByteTokenizer
-from lib.weights import export_model, export_trained, load_model
+from hf.test_tokenizer import _json, _model
+from hf.tokenizer import ByteTokenizer
+from hf.weights import export_model, export_trained, load_model
 from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save

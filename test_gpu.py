@@ -29,11 +29,11 @@ import fp8
 import model as model_module
 import shard
 import train
+from base.disk import ROOT
+from base.errors import Failure
+from base.ranks import ALONE, Ranks
 from config import parse_args
 from data import Batch
-from lib.errors import Failure
-from lib.files import ROOT
-from lib.ranks import ALONE, Ranks
 from model import IGNORE, cross_entropy, document_begins
 from optim import Gradients, make_optimizer
 from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, in_window, make_head, make_inputs, randn

@@ -19,11 +19,12 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+import curves
 import log
+from base import disk, errors
+from base.ranks import Ranks
 from config import parse_args
-from lib import curves, errors, files
-from lib.ranks import Ranks
-from lib.run import Clock, logger, refuse_unusable, start_logging
+from job.job import Clock, logger, refuse_unusable, start_logging
 from log import Log
 from model import MODELS
 from test_train import FAST, metrics, train
@@ -255,10 +256,7 @@ def test_curves_are_drawn_by_another_process(tmp_path, passes, monkeypatch, capl
     monkeypatch.setattr(logger, "propagate", True)
     with run:
         pass
-    assert (
-        len(started) == 3
-        and f"curves.png was not drawn: {sys.executable} -m lib.curves {tmp_path} fails" in caplog.text
-    )
+    assert len(started) == 3 and f"curves.png was not drawn; `python log.py plot {tmp_path}`" in caplog.text
 
 
 def test_the_mean_loss_is_of_the_records_around(tmp_path):
@@ -287,11 +285,11 @@ def test_runs_are_drawn_over_each_other(tmp_path):
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
-    files.write_whole(tmp_path / "a", "old content")
-    files.write_whole(tmp_path / "a", "new content")
+    disk.write_whole(tmp_path / "a", "old content")
+    disk.write_whole(tmp_path / "a", "new content")
     full = OSError(28, "No space left on device")
     with mock.patch.object(log.os, call, side_effect=full), pytest.raises(OSError, match="No space"):
-        files.write_whole(tmp_path / "a", "newer content", sync=True)
+        disk.write_whole(tmp_path / "a", "newer content", sync=True)
     assert (tmp_path / "a").read_text() == "new content" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
@@ -300,17 +298,17 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
     (">/dev/full", 1, "1", "error: the disk is full"),  # which only the flush at the end notices
 ])  # fmt: skip
 def test_output_that_nobody_takes(reader, size, status, message):
-    code = f"from lib.errors import run_script; run_script(lambda argv: print('x' * {size}))"
+    code = f"from base.errors import run_script; run_script(lambda argv: print('x' * {size}))"
     command = f'{sys.executable} -c "$0" {reader}; echo ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", command, code], cwd=files.ROOT, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", command, code], cwd=disk.ROOT, capture_output=True, text=True)
     assert done.stdout.split()[-1].lstrip("x") == status
     assert done.stderr.startswith(message) and done.stderr.count("\n") == bool(message)
 
 
 def test_output_whose_encoding_lacks_a_character():
-    code = r"from lib.errors import run_script; run_script(lambda argv: print('\xe9 \u20ac \udc80'))"
+    code = r"from base.errors import run_script; run_script(lambda argv: print('\xe9 \u20ac \udc80'))"
     env = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=files.ROOT, env=env, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=disk.ROOT, env=env, capture_output=True, check=True)
     assert done.stdout == b"\xe9 \\u20ac \\udc80\n"
 
 

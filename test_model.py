@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import attention
 import model as source
 from attention import BACKENDS, PACKED, choose_backend
-from lib.errors import UserError
-from lib.families import config_json
-from lib.weights import load_model
+from base.errors import UserError
+from hf.families import config_json
+from hf.weights import load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
 from test_shard import allocate, fill, peak_rss, run_ranks
@@ -107,7 +107,7 @@ def error(found: Tensor, expected: Tensor, least: float = 1e-9) -> float:
 
 
 # Parameters, and what they do not pin: heads, positions and rope_theta, from each config.json on the hub. Those of the
-# other models are in lib/test_weights.py.
+# other models are in hf/test_weights.py.
 @pytest.mark.parametrize("name, row", [
     ("gpt2-medium", (354_823_168, 16, 1024, 1e4)), ("gpt2-xl", (1_557_611_200, 25, 1024, 1e4)),
     ("llama2-13b", (13_015_864_320, 40, 4096, 1e4)), ("llama2-70b", (68_976_648_192, 64, 4096, 1e4)),

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 
 import nf4
+from base.errors import UserError
+from base.ranks import ALONE
 from config import parse_args
-from lib import lora
-from lib.errors import UserError
-from lib.folders import open_adapter, open_weights
-from lib.ranks import ALONE
-from lib.weights import export_model, load_model
+from hf import lora
+from hf.weights import export_model, load_model, open_adapter, open_weights
 from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters, set_dtypes
 from test_shard import fill

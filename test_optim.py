@@ -11,10 +11,10 @@ from torch import nn
 import optim
 import shard
 import train
+from base.errors import Failure
+from base.ranks import ALONE, init_ranks
+from base.tensors import local, shard_slices, sharding
 from config import parse_args
-from lib.errors import Failure
-from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, init_ranks
 from model import Transformer
 from optim import CHUNK, AdamW, Gradients, Optimizer, learning_rate, make_optimizer, random_bits
 from test_shard import run_ranks, skip_plots
@@ -221,13 +221,15 @@ PRIVATE = re.compile(
 
 def test_private_names_of_torch_are_in_one_file():
     root, found = Path(optim.__file__).parent, []
-    sources = [p for folder in (".", "lib", "launch", "bench") for p in (root / folder).glob("*.py")]
+    sources = [
+        p for folder in (".", "base", "hf", "dataset", "job", "launch", "bench") for p in (root / folder).glob("*.py")
+    ]
     for path in sources:
         if path.name != "torch_private.py" and not path.name.startswith("test_"):
             lines = enumerate(path.read_text().splitlines(), 1)
             found += [f"{path.name}:{n}: {line.strip()}" for n, line in lines if PRIVATE.search(line)]
     assert not found, "\n".join(found)
-    assert PRIVATE.search((root / "lib/torch_private.py").read_text())
+    assert PRIVATE.search((root / "base/torch_private.py").read_text())
 
 
 # ---- Muon

@@ -31,11 +31,12 @@ from torch import Tensor
 import fp8
 import shard
 import train
+from base import host
+from base.errors import Parser, UserError, run_script
+from base.ranks import ALONE, Ranks, init_ranks, leave
 from config import Config, check_values
 from data import Batch
-from lib import lora, machine
-from lib.errors import Parser, UserError, run_script
-from lib.ranks import ALONE, Ranks, init_ranks, leave
+from hf import lora
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
 from optim import Gradients, make_optimizer, trainable_parameters
 from test_shard import fill, run_code
@@ -275,7 +276,7 @@ def work(cells: list[str], texts: int) -> None:
     """A rank: all these cells; rank 0 prints the table. texts: the noise of a tiny model is a matter of luck; if that
     of the first text is too small to explain the cell's, it is the largest of so many texts."""
     torch.set_num_threads(1)
-    machine.set_allocators()
+    host.set_allocators()
     ranks = init_ranks()
     torch.set_float32_matmul_precision("highest")  # no TF32 here
     for cell in (Cell.parse(words.split()) for words in cells):

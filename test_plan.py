@@ -21,13 +21,13 @@ import memory
 import plan
 import shard
 import train
+from base import host
+from base.disk import ROOT
+from base.errors import exit_status
+from base.ranks import ALONE, Ranks
+from base.tensors import local
 from config import parse_args
 from data import Batch
-from lib import machine
-from lib.errors import exit_status
-from lib.files import ROOT
-from lib.parts import local
-from lib.ranks import ALONE, Ranks
 from optim import Gradients, make_optimizer, matrices, orthogonalize
 from test_shard import peak_rss, run_ranks
 
@@ -232,7 +232,7 @@ def test_what_is_predicted_of_a_record(monkeypatch):
 
 def test_a_measured_peak():
     state = torch.get_rng_state()
-    flops, source = machine.peak_flops(torch.device("cpu"), torch.float32)
+    flops, source = host.peak_flops(torch.device("cpu"), torch.float32)
     assert flops > 1e7
     assert f"products in float32, {flops / 1e12:.3f} TFLOP/s" in source
     assert torch.equal(torch.get_rng_state(), state)
@@ -244,12 +244,12 @@ def test_a_measured_peak():
 ])  # fmt: skip
 def test_known_peaks(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    flops, source = machine.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    flops, source = host.peak_flops(torch.device("cuda", 0), torch.bfloat16)
     assert flops == tflops * 1e12 and "data sheet" in source
 
 
 def test_environment_is_json():
-    environment = json.loads(json.dumps(machine.describe_environment()))
+    environment = json.loads(json.dumps(host.describe_environment()))
     assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
     assert environment["python"] == sys.version.split()[0] and environment["devices"] and environment["command"]
     assert environment["git"] is None or re.fullmatch("[0-9a-f]{40}", environment["git"])

@@ -29,14 +29,16 @@ import generate
 import log
 import nf4
 import plan
+import preflight
 import shard
+from base import host
+from base import ranks as rank_module
+from base.disk import ROOT
+from base.errors import Failure, UserError, describe_error
+from base.ranks import Ranks, gather, init_ranks, on_every_rank, on_first_rank, set_timeout
+from base.tensors import local
 from config import CONFLICTS, parse_args, refuse_conflicts
-from lib import machine, rows, settle
-from lib import ranks as rank_module
-from lib.errors import Failure, UserError, describe_error
-from lib.files import ROOT
-from lib.parts import local
-from lib.ranks import Ranks, gather, init_ranks, on_every_rank, on_first_rank, set_timeout
+from dataset import rows
 from model import MODELS, Transformer, random_init
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
@@ -104,8 +106,9 @@ def run_ranks(n: int, code: str | Callable, *args: str) -> str:
     if callable(code):
         code = f"from {code.__module__} import {code.__name__} as work; work()"
     imports = "import sys, torch, shard, test_shard; from dataclasses import replace\n"
-    imports += "from lib import machine, ranks as rank_module, run as guard; from lib.parts import *\n"
-    imports += "from lib.errors import Failure; from lib.ranks import *\n"
+    imports += "from base import host, ranks as rank_module\n"
+    imports += "from job import job as guard; from base.tensors import *\n"
+    imports += "from base.errors import Failure; from base.ranks import *\n"
     imports += "from model import MODELS, LossHead, Transformer, random_init\n"
     done = run_code(f"{imports}{code}\nleave(ALONE)", ["worker.py", str(ROOT), *args], n)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -266,10 +269,10 @@ def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for():
     ("", "cpu", "none"), ("--steps 100000", "cpu", "block"), ("", "cuda", "block"),
 ])  # fmt: skip
 def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, device, chosen):
-    monkeypatch.setattr("lib.machine.compiler_problem", lambda: "")
+    monkeypatch.setattr("base.host.compiler_problem", lambda: "")
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     config = parse_args(["@recipes/default.args", "--compile=auto", *words.split()])
-    assert settle._choose_compile(config, torch.device(device)) == chosen
+    assert preflight._choose_compile(config, torch.device(device)) == chosen
 
 
 @pytest.mark.parametrize("conflict, words, ranks", [(conflict, *case) for conflict, case in zip(CONFLICTS, [
@@ -288,7 +291,7 @@ def test_what_does_not_work_together_is_refused(conflict, words, ranks):
 
 
 # Flags, device, GiB of the host and of a GPU, what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32.
-@pytest.mark.parametrize("words, device, host, gpu, message", [
+@pytest.mark.parametrize("words, device, host_gib, gpu, message", [
     ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* and has 100.0 GiB"),
     ("--state_dtype bf16", "cpu", 80, 0, r"^Each host .*optimizer state 29.9.* has 80.0 GiB"),
     ("--offload cpu", "cuda:0", 90, 80, r"gradients 3[0-9].* has 90.0 GiB"),
@@ -298,18 +301,18 @@ def test_what_does_not_work_together_is_refused(conflict, words, ranks):
     ("--micro_batch 10000000000 --checkpointing block", "cuda:0", 10**9, 80, r"^Each GPU .*or activations [1-9]"),
     (f"--batch_tokens {2**52} --seq_len 2 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
 ])  # fmt: skip
-def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, device, host, gpu, message):
+def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, device, host_gib, gpu, message):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = parse_args(["--model=llama3-8b", "--dtype=bf16", *words.split()])
 
-    def refuse(host: float, gpu: float) -> None:
-        monkeypatch.setattr(machine, "available_memory", lambda: host * 2**30)
+    def refuse(host_gib: float, gpu: float) -> None:
+        monkeypatch.setattr(host, "available_memory", lambda: host_gib * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu * 2**30))
-        monkeypatch.setattr(machine, "known_gpu", lambda _: None)
+        monkeypatch.setattr(host, "known_gpu", lambda _: None)
         plan.refuse_without_room(config, Ranks(0, 4, torch.device(device)))
 
     with pytest.raises(UserError, match=message):
-        refuse(host, gpu)
+        refuse(host_gib, gpu)
     refuse(2**60, 2**60)
 
 
@@ -319,8 +322,8 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, dev
 ])  # fmt: skip
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})
-    monkeypatch.setattr(settle, "cpu_name", lambda: name)
-    assert settle.choose_defaults(parse_args([]), torch.device("cpu"), 1).dtype == dtype
+    monkeypatch.setattr(preflight, "cpu_name", lambda: name)
+    assert preflight.choose_defaults(parse_args([]), torch.device("cpu"), 1).dtype == dtype
 
 
 def test_an_error_for_lack_of_memory_has_advice():
@@ -356,7 +359,7 @@ def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tm
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match=r"4 processes.* 2 visible GPUs \(CUDA_VISIBLE_DEVICES is 0,1\)"):
-        machine.find_device(4)
+        host.find_device(4)
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     fake.chmod(0o755)
@@ -364,9 +367,9 @@ def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tm
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError, match="nvidia-smi shows GPUs, but torch"):
-        machine.find_device(1)
+        host.find_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine.find_device(1).type == "cpu"
+    assert host.find_device(1).type == "cpu"
 
 
 def watch_reduced_gradients() -> None:

@@ -15,16 +15,16 @@ import transformers
 from safetensors.torch import load_file
 
 import checkpoint
+from base import host
+from base.errors import exit_status
 from config import parse_args
 from data import make_loader
-from lib import machine
-from lib.errors import exit_status
-from lib.weights import load_model
+from hf.weights import load_model
 from test_shard import ROOT, run_code, run_ranks
 from train import main as train_main
 
 FAST = ["--compile", "none", "--dtype", "fp32", "--seq_len", "64", "--micro_batch", "4", "--eval_batches", "1"]
-SCRIPT = "from lib import errors\nimport os, train\n{}\nerrors.run_script(train.main)"
+SCRIPT = "from base import errors\nimport os, train\n{}\nerrors.run_script(train.main)"
 
 
 def train(*args, ranks: int = 1, env: dict | None = None, status: int = 0, code: str = ""):
@@ -175,7 +175,7 @@ def test_a_run_in_bf16_with_all_that_saves_memory_resumes_bit_for_bit(tmp_path, 
     The stochastic rounding of a resumed run is that of the uninterrupted one. With --load direct all ranks need the
     weights, and the one without them is named."""
     code = """
-from lib import settle
+import preflight as settle
 if os.environ["RANK"] == "1":  # the other machine
     find = settle.open_weights
     settle.open_weights = lambda folder, *words, **how: find(folder / "elsewhere", *words, **how)
@@ -296,13 +296,13 @@ def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
     products = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with monkeypatch.context() as m:
-        m.setattr(machine, "set_numerics", lambda dtype, _: products.append(dtype))
+        m.setattr(host, "set_numerics", lambda dtype, _: products.append(dtype))
         words = ["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]
         assert exit_status(train_main, words) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
     for dtype in ("fp32", "tf32", "bf16"):
-        machine.set_numerics(dtype, False)
+        host.set_numerics(dtype, False)
     assert products == ["fp32", "highest", "high", "high"]
 
 

@@ -14,9 +14,9 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+from base import errors
 from config import Config, parse_args, split_batch
-from lib import errors
-from lib.text import refuse_missing
+from dataset.prepare import refuse_missing
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: the environment, and a user's mistakes
     errors.prepare_python()
@@ -30,15 +30,18 @@ import checkpoint
 import fp8
 import nf4
 import plan
+import preflight
 import shard
 from attention import choose_backend
+from base import disk, host
+from base.disk import human
+from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
+from dataset.prepare import knows_text
 from generate import write_samples
-from lib import lora, machine, progress, settle
-from lib.files import human
-from lib.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
-from lib.run import Run
-from lib.weights import export_run
+from hf import lora
+from hf.weights import export_run
+from job.job import Run
 from log import Log, attention_kernel, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, trainable_parameters
@@ -47,13 +50,13 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, t
 def main(argv: list[str]) -> int:
     asked = parse_args(argv, trains=True)
     if not asked.check:
-        machine.set_allocators()
-    ranks = settle.imagine_ranks() if asked.check else init_ranks()
+        host.set_allocators()
+    ranks = preflight.imagine_ranks() if asked.check else init_ranks()
     asked = on_first_rank(lambda: checkpoint.keep_defaults(asked), ranks)
     config = resolve(asked, ranks)
     if asked.check:
         return print_check(count_steps(asked, config, ranks), ranks)
-    machine.set_numerics(config.dtype, config.deterministic)
+    host.set_numerics(config.dtype, config.deterministic)
     with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
         run.config = count_steps(asked, config, ranks)
         train(run)
@@ -72,7 +75,7 @@ def print_check(config: Config, ranks: Ranks) -> int:
     about["state"] = "resume" if resume_from else "fresh"
     if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
         about["state"] = "finished"
-        settle.say_finished(config, resume_from.step)
+        preflight.say_finished(config, resume_from.step)
     else:
         data, _, _ = open_inputs(config, resume_from, ranks)
         if resume_from:
@@ -87,16 +90,16 @@ def open_inputs(config: Config, resume_from, ranks: Ranks):
     reads none). All ranks must call."""
     resumes = resume_from is not None
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
-    on_first_rank(lambda: settle.refuse_inputs(config, resumes, ranks.world_size), ranks)
+    on_first_rank(lambda: preflight.refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
-    read_weights = on_every_rank(lambda: settle.open_initial_weights(config, resumes, ranks.rank), ranks)
+    read_weights = on_every_rank(lambda: preflight.open_initial_weights(config, resumes, ranks.rank), ranks)
     return data, val_data, read_weights
 
 
 def resolve(config: Config, ranks: Ranks) -> Config:
     """Gives dtype, compile, attention, batch_tokens and lanes their values on this machine, which flags.json records.
     Refuses settings that cannot run here."""
-    config = settle.choose_defaults(config, ranks.device, ranks.world_size)
+    config = preflight.choose_defaults(config, ranks.device, ranks.world_size)
     fp8.check_run(config, ranks.device, split_batch(config, ranks.world_size)[0])
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
     attention = choose_backend(config.attention, ranks.device.type, config.dtype, compiled, config.seq_len, head_dim)
@@ -122,7 +125,7 @@ def train(run: Run) -> None:
         if not checkpoint.is_finished(config, start):  # its export was interrupted
             run.begin(start)
             finish(run, start)
-        return on_first_rank(lambda: settle.say_finished(config, start), ranks)
+        return on_first_rank(lambda: preflight.say_finished(config, start), ranks)
     run.begin(start, damaged + config.warnings)
     data, val_data, read_weights = open_inputs(config, resume_from, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
@@ -233,7 +236,7 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     shard.compile_model(model, config.compile)
     shard.offload_activations(model, config.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
-    machine.allocate(model, "cpu" if offload else ranks.device)
+    host.allocate(model, "cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 
@@ -245,7 +248,7 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
-        shard.fill_parameters(model, settle.first_values(config, model, read_weights), config.load, ranks)
+        shard.fill_parameters(model, preflight.first_values(config, model, read_weights), config.load, ranks)
     # All ranks take rank 0's position, and wait here: a rank may read for hours, later collectives wait for --timeout.
     data.load_state_dict(on_first_rank(data.state_dict, ranks))
 
@@ -261,7 +264,7 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
                 sums[1] += (batch.targets != IGNORE).sum()
                 batch = batch.to(run.ranks.device)
                 sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
-                progress.advance()
+                disk.advance()
         shard.free_gathered(model)
         model.train()
         if run.ranks.world_size > 1:
@@ -273,7 +276,8 @@ def finish(run: Run, step: int) -> None:
     """Exports the last checkpoint as a Hugging Face folder, hf/, and records that the run is finished. All ranks must
     call."""
     with run.phase("export"):
-        export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks)
+        spec = run.config.tokenizer if knows_text(run.config) else ""
+        export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks, spec)
     run.end("finished", step)
 
 

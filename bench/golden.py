@@ -44,7 +44,7 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import Failure, Parser, prepare_python, run_script
+from base.errors import Failure, Parser, prepare_python, run_script
 
 if __name__ == "__main__":
     prepare_python()
@@ -55,7 +55,7 @@ from torch.multiprocessing import start_processes
 
 import log
 import train
-from lib.curves import read_records
+from curves import read_records
 
 FOLDER = Path(__file__).resolve().parent
 RECORD = FOLDER / "golden.json"

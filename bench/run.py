@@ -23,15 +23,15 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import Failure, Parser, prepare_python, run_script
+from base.errors import Failure, Parser, prepare_python, run_script
 
 if __name__ == "__main__":
     prepare_python()
 
 import golden
-from lib.curves import read_records
-from lib.files import ROOT
-from lib.machine import describe_environment
+from base.disk import ROOT
+from base.host import describe_environment
+from curves import read_records
 from scale import bench_scale
 
 TURNS = 3

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from base.ranks import Ranks
 from config import parse_args
 from data import open_data
-from lib.ranks import Ranks
-from lib.text import HEADER, INDEX, SHARD
+from dataset.prepare import HEADER, INDEX, SHARD
 
 SHARDS = 100, 10_000, 100_000
 TOKENS = 150_000_000  # of a shard: 100,000 of them hold 15 T tokens

@@ -15,10 +15,10 @@ import run
 import scale
 import train
 import transformers_loop
+from base.errors import Failure
 from config import parse_args
-from lib.curves import read_records
-from lib.errors import Failure
-from lib.weights import export_model
+from curves import read_records
+from hf.weights import export_model
 from model import Transformer
 from test_shard import fill, skip_plots
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import prepare_python, run_script
+from base.errors import prepare_python, run_script
 
 if __name__ == "__main__":
     prepare_python()
@@ -21,11 +21,11 @@ if __name__ == "__main__":
 import torch
 import transformers
 
+from base.host import find_device, memory_gib, set_allocators
+from base.ranks import ALONE
 from config import parse_args
 from data import make_loader
-from lib.families import config_json
-from lib.machine import find_device, memory_gib, set_allocators
-from lib.ranks import ALONE
+from hf.families import config_json
 from optim import DTYPES, learning_rate
 from train import resolve
 

@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
-from lib.errors import EXIT, STOP_REASON, Parser, UserError, logger, prepare_python, run_script, start_logging
+from base.errors import EXIT, STOP_REASON, Parser, UserError, logger, prepare_python, run_script, start_logging
 
 if __name__ == "__main__":
     prepare_python()
 
 from filelock import SoftFileLease, Timeout
 
+from base.disk import FULL, free_space
 from config import parse_args
 from doctor import PATIENCE, Host, ask, columns, read_job, say, survey, verb_doctor, verb_sync
-from lib.files import FULL, free_space
 from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
@@ -88,7 +88,7 @@ def state_of(out: Path) -> State:
     state, message = status.get("state", "running"), status.get("message") or ""
     if supervised and state in EXIT:  # rank 0 is done, but not the agents
         state, message = "running", ""
-    elif not supervised and state not in EXIT and not is_held(out / "lock"):  # of the job, see lib/run.py
+    elif not supervised and state not in EXIT and not is_held(out / "lock"):  # of the job, see job/job.py
         state, message = "failed", "dead: it ended without a message"
     return State(state, status.get("step", 0), message)
 

@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import node
+from base.disk import ROOT
+from base.errors import Parser, UserError, printable, within
 from config import DEFAULT
-from lib.errors import Parser, UserError, printable, within
-from lib.files import ROOT
 from node import digest, last_line, own_files
 from settings import SETTINGS
 

@@ -8,8 +8,8 @@ it has an environment; `torchrun` and `measure` run in the environment's Python.
 The *agent* (`node.py agent`) runs torchrun in the host's tmux session, or under Slurm's srun. When torchrun ends, the
 agent ends the remaining processes of the attempt. Its log folder is `runs/NAME/logs/HOST/ID`. There it writes
 agent.stderr.log, and agent.json: {} until the end, then torchrun's exit status. A rank that fails writes error.json
-into its folder below (lib/errors.py); for a rank that was killed, `torchrun` writes it. A process belongs to an attempt
-if its variable TORCHELASTIC_ERROR_FILE is below this folder."""
+into its folder below (base/errors.py); for a rank that was killed, `torchrun` writes it. A process belongs to an
+attempt if its variable TORCHELASTIC_ERROR_FILE is below this folder."""
 
 import contextlib
 import ctypes
@@ -34,7 +34,7 @@ MARK = (
     "TORCHELASTIC_ERROR_FILE"  # the variable that all processes of a run have, with a path in the attempt's log folder
 )
 START_LIMIT = 60  # seconds for an agent to appear
-# The order of an end, besides 0 (the first cause, as lib/run.py says): before it, after it, and of an end that another
+# The order of an end, besides 0 (the first cause, as job/job.py says): before it, after it, and of an end that another
 # end has caused.
 KILLED, SILENT, FOLLOWED = -1, 10**8, 10**9
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
@@ -57,8 +57,11 @@ OWN_FILES = [
     "*.toml",
     "requirements.txt",
     "recipes/*.args",
-    "lib/*.py",
-    "lib/templates/*.jinja",
+    "base/*.py",
+    "hf/*.py",
+    "dataset/*.py",
+    "job/*.py",
+    "hf/templates/*.jinja",
     "launch/*.py",
     "launch/*.sh",
     "bench/*.py",

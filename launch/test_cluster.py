@@ -17,9 +17,9 @@ from torch.distributed.elastic.multiprocessing import errors
 import cluster
 import doctor
 import node
+from base.errors import UserError
 from cluster import Supervisor
 from doctor import Host, read_hosts, settle
-from lib.errors import UserError
 
 LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
 NAME = os.uname().nodename

@@ -83,7 +83,7 @@ def fake_train():
         time.sleep(0.1)
     if end == "crash" and rank == 1:
         message = "rank 1: ValueError: only this rank knows why"
-        error = {"message": message, "timestamp": int(time.time()), "order": 1}  # as lib/errors.py does
+        error = {"message": message, "timestamp": int(time.time()), "order": 1}  # as base/errors.py does
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
         raise ValueError
     while end == "crash":
@@ -97,7 +97,7 @@ def fake_train():
 class Checkout:
     def __init__(self, folder: Path, short: Path):
         self.folder, self.short = folder, short
-        for name in ("lib", "launch"):
+        for name in ("base", "hf", "dataset", "job", "launch"):
             shutil.copytree(ROOT / name, folder / name)
         for name in ("launch.sh", "requirements.txt", "hosts"):
             shutil.copy(ROOT / name, folder / name)
@@ -315,7 +315,7 @@ def test_torch_is_chosen_by_the_driver_or_python3_has_it(checkout, torch, smi, r
 
 
 def test_a_rank_ends_with_its_torchrun():
-    rank = "import time; from lib import errors; errors.end_with_torchrun(); print('asked', flush=True)"
+    rank = "import time; from base import errors; errors.end_with_torchrun(); print('asked', flush=True)"
     rank += f"; time.sleep({LIMIT}); print('outlived it')"
     torchrun = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": os.environ | {"TORCHELASTIC_RUN_ID": "x"}}
@@ -431,10 +431,10 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
     (checkout.folder / "new_and_uncommitted.py").write_text("y = 2\n")
     err = checkout.says("--hosts", f"{here},{apart}", status=2)
     assert f"{label}: other code or packages than here\n" in err and "launch.sh sync" in err
-    (checkout.folder / "lib" / "gone.py").write_text("")
+    (checkout.folder / "base" / "gone.py").write_text("")
     assert "No such file" in checkout.says("--hosts", f"{here},{apart}", status=2)
     checkout.says("sync", "--hosts", apart)
-    (checkout.folder / "lib" / "gone.py").unlink()  # a further file there does no harm
+    (checkout.folder / "base" / "gone.py").unlink()  # a further file there does no harm
     for hosts in (f"{apart},{here}", apart):
         err = checkout.says("--hosts", hosts, "--steps", "3", status=2)
         assert f"{label}: the folder {checkout.folder}/runs/default there is not the one here" in err and "--out" in err

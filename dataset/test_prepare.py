@@ -1,4 +1,4 @@
-"""lib/text.py. The oracle is a naive loop over what the test itself wrote: BOS and the text's bytes, row by row."""
+"""dataset/prepare.py. The oracle is a naive loop over what the test wrote: BOS and the text's bytes, row by row."""
 
 import contextlib
 import csv
@@ -17,15 +17,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import data
+from base.errors import Failure, UserError
+from base.ranks import ALONE
 from config import parse_args
 from data import open_data
-from lib import text
-from lib.chat import chat_template, render_chat
-from lib.errors import Failure, UserError
-from lib.ranks import ALONE
-from lib.test_tokenizer import _json, _write
-from lib.text import BEGINS, TRAINED, Encoder, TextFile, TextRow, find_files, find_shard, verify
-from lib.tokenizer import load_tokenizer
+from dataset import prepare
+from dataset.prepare import BEGINS, TRAINED, Encoder, TextFile, TextRow, find_files, find_shard, verify
+from hf.chat import chat_template, render_chat
+from hf.test_tokenizer import _json, _write
+from hf.tokenizer import load_tokenizer
 from test_download import serve as download_server
 
 pytestmark = pytest.mark.usefixtures("text_cache")
@@ -58,7 +58,7 @@ def tokens(folder, split) -> list[int]:
 
 def run(sources, out, shard_tokens=10**9, val_every=20, encoder=BYTES, **how):
     files = [file for source in sources for file in find_files(str(source), "--input")]
-    return text.prepare(files, encoder._replace(**how), out, shard_tokens, val_every)
+    return prepare.prepare_folder(files, encoder._replace(**how), out, shard_tokens, val_every)
 
 
 def open_alone(config):
@@ -83,8 +83,8 @@ def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name, content):
     if name == "a.parquet":
         table = pytest.importorskip("pyarrow").table({"id": range(len(ROWS)), "text": ROWS})
         pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / name, row_group_size=70)
-    monkeypatch.setattr(text, "BATCH", 1000)
-    monkeypatch.setattr(text, "PARALLEL", 0 if name == "a.jsonl" else 10**9)
+    monkeypatch.setattr(prepare, "BATCH", 1000)
+    monkeypatch.setattr(prepare, "PARALLEL", 0 if name == "a.jsonl" else 10**9)
     encoder = Encoder("bytes", "body" if name == "a.json.gz" else "text")
     index = run([tmp_path / name], tmp_path / "out", 4000, encoder=encoder)
     longest = max(len(row.encode()) for row in ROWS)
@@ -143,7 +143,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
 def test_a_missing_package_a_refusal_and_a_bug_of_ours(monkeypatch):
     """The install line; a store that fails ends with status 1, a missing file with 2, and a bug keeps its traceback."""
     MemoryFileSystem().pipe("/data/a.jsonl", jsonl(ROWS))
-    monkeypatch.setattr("lib.files.WAITS", ())
+    monkeypatch.setattr("base.disk.WAITS", ())
     for package in ("s3fs", "gcsfs", "adlfs"):
         monkeypatch.setitem(sys.modules, package, None)
     for address, message in (
@@ -165,14 +165,14 @@ def test_a_missing_package_a_refusal_and_a_bug_of_ours(monkeypatch):
 def test_text_is_tokenised_once(tmp_path, monkeypatch):
     """And again with another number of the code's format, or in another --cache."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
-    encode_rows = mock.Mock(wraps=text.encode_rows)
-    monkeypatch.setattr(text, "encode_rows", encode_rows)
+    encode_rows = mock.Mock(wraps=prepare.encode_rows)
+    monkeypatch.setattr(prepare, "encode_rows", encode_rows)
     words = ["--seq_len", "16", "--data", str(tmp_path / "a.jsonl"), "--cache", str(tmp_path / "mine")]
     for count in (1, 2):
         for _ in range(2):
             open_alone(parse_args(words))
             assert encode_rows.call_count == count == len([*(tmp_path / "mine").iterdir()])
-        monkeypatch.setattr(text, "FORMAT", 0)
+        monkeypatch.setattr(prepare, "FORMAT", 0)
     monkeypatch.setattr("filelock.FileLock", mock.Mock(side_effect=PermissionError))
     open_alone(parse_args(words))  # from a cache that others have filled and that is read-only
 
@@ -183,9 +183,9 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     sources = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     sources[0].write_bytes(jsonl(ROWS))
     sources[1].write_bytes(jsonl(ROWS[::-1]))
-    monkeypatch.setattr(text, "BATCH", 2000)
+    monkeypatch.setattr(prepare, "BATCH", 2000)
     whole = run(sources, tmp_path / "whole", shard_tokens=4000)
-    seen, encode = [], text.encode_rows
+    seen, encode = [], prepare.encode_rows
 
     def interrupt(encoder, rows):
         seen.append(rows[0].number)
@@ -193,7 +193,7 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
             raise UserError("a bad row") if at == 9 else KeyboardInterrupt
         return encode(encoder, rows)
 
-    monkeypatch.setattr(text, "encode_rows", interrupt)
+    monkeypatch.setattr(prepare, "encode_rows", interrupt)
     with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=4000)
     if at > 1:
@@ -315,7 +315,7 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     assert "line 4" in caplog.text and "line 8" in caplog.text
     for words in (f"{path} --skip_bad 3", f"{path} --skip_bad 3", f"{tmp_path}/out"):
         caplog.clear()
-        text.warn_once.cache_clear()  # as in another process
+        prepare.warn_once.cache_clear()  # as in another process
         open_alone(parse_args(f"--seq_len 8 --data {words}".split()))
         assert f"{path}: bad rows left out, not JSON in UTF-8: 1 row, first in line 4: " in caplog.text
         assert f"{path}: bad rows left out, no text in field 'text' : 2 rows, first in line 8: " in caplog.text
@@ -328,18 +328,18 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456
     (LFS, "git-LFS pointer.*git lfs pull"), (b"\n<!DOCTYPE html><p>Sign in", "HTML or XML page"),
     (b"\xef\xbb\xbf<?xml version='1.0'?><Error>", "HTML or XML page"), (b"404: Not Found", "server's message"),
 ])  # fmt: skip
-@pytest.mark.parametrize("suffix", text.SUFFIXES + (text.SHARD,))
+@pytest.mark.parametrize("suffix", prepare.SUFFIXES + (prepare.SHARD,))
 def test_what_was_stored_instead_of_a_file_is_named(tmp_path, suffix, content, message):
     """Also compressed, under the name of a compressed file, at an address, and beside an index."""
     names = {f"a{suffix}": content, f"b{suffix}.gz": content, f"c{suffix}.gz": gzip.compress(content)}
     for name, stored in names.items():
         (tmp_path / name).write_bytes(stored)
         MemoryFileSystem().pipe(f"/stored/{name}", stored)
-        for base in (tmp_path, "memory://stored") if suffix != text.SHARD or name[0] == "a" else ():
+        for base in (tmp_path, "memory://stored") if suffix != prepare.SHARD or name[0] == "a" else ():
             arguments = parse_args(f"--seq_len 8 --eval_every 0 --data {base}/{name}".split())
             assert re.search(f"{name}: a.*{message}", refused(open_alone, arguments)), (base, name)
     MemoryFileSystem().rm("/stored", recursive=True)
-    if suffix == text.SHARD:
+    if suffix == prepare.SHARD:
         entry = {"tokens": 50, "sha256": ""}
         assert re.search(message, refused(find_shard, str(tmp_path / "a.bin"), len(content), recorded=entry))
 
@@ -378,7 +378,7 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache, monkeypatc
 @pytest.mark.parametrize("count, whole", [(45, True), (19, False), (1, False)])
 def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypatch, count, whole):
     """Also in pieces, and after an interruption."""
-    monkeypatch.setattr("lib.readers.TXT_PIECE", 40)
+    monkeypatch.setattr("dataset.files.TXT_PIECE", 40)
     texts = [f"text {i}\n".encode() * 20 for i in range(count)]
     for i, content in enumerate(texts):
         (tmp_path / f"{i:02}.txt").write_bytes(content)
@@ -391,9 +391,11 @@ def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypat
         expected["val" if is_val else "train"] += [256, *content[: None if whole else last[i]]]
         expected["val"] += [] if whole else [256, *content[last[i] :]]
     assert all(tokens(tmp_path / "out", split) == expected[split] for split in expected)
-    encode, calls = text.encode_rows, []
-    monkeypatch.setattr(text, "BATCH", 100)
-    monkeypatch.setattr(text, "encode_rows", lambda *a: calls.append(1) or (encode(*a) if len(calls) != 2 else 1 / 0))
+    encode, calls = prepare.encode_rows, []
+    monkeypatch.setattr(prepare, "BATCH", 100)
+    monkeypatch.setattr(
+        prepare, "encode_rows", lambda *a: calls.append(1) or (encode(*a) if len(calls) != 2 else 1 / 0)
+    )
     with pytest.raises(ZeroDivisionError):
         run(sources, tmp_path / "parts", shard_tokens=99)
     run(sources, tmp_path / "parts", shard_tokens=99)
@@ -418,7 +420,7 @@ def test_one_of_a_few_rows_is_held_out(tmp_path, row):
     assert len(tokens(tmp_path / "out", "train")) == 2 * len(tokens(tmp_path / "out", "val")) > 0
 
 
-# ---- conversations; lib/test_chat.py has the forms of rows
+# ---- conversations; hf/test_chat.py has the forms of rows
 
 
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
@@ -468,15 +470,15 @@ def test_the_key_of_a_cache_has_the_field_that_is_used(tmp_path):
     keys, entries = [], [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     for field in ("body", "a.jsonl=body b.jsonl=body", "a.jsonl=body", "a.jsonl=body id", "a.jsonl=id b.jsonl=body"):
         config = parse_args(["--data", *entries, "--text_field", *field.split()])
-        fields = text.text_fields(config)
+        fields = prepare.text_fields(config)
         files = [TextFile(entry, 5, "version", None, fields.get(entry, "")) for entry in entries]
-        keys.append(text.key_of(files, Encoder.of(config)))
+        keys.append(prepare.key_of(files, Encoder.of(config)))
     assert keys[0] == keys[1] and len({*keys}) == 4
 
 
 def test_the_first_touch_of_an_address_is_repeated(tmp_path, monkeypatch):
     """The listing, the look for conversations, and downloads, like every later row."""
-    monkeypatch.setattr("lib.files.WAITS", (0, 0))
+    monkeypatch.setattr("base.disk.WAITS", (0, 0))
     MemoryFileSystem().pipe("/cut/a.jsonl", jsonl(ROWS))
     MemoryFileSystem().pipe("/cut/b.jsonl", (chat(TALK) + b"\n") * 30)
     for name in ("a", "b"):

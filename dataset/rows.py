@@ -28,13 +28,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from base import disk
+from base.disk import plural, read_ahead, retry
+from base.errors import UserError
 from config import Config
-from lib import progress, text
-from lib.errors import UserError
-from lib.files import plural, read_ahead, retry
-from lib.readers import SHARD, VAL_EVERY, TextFile, builtin_file
-from lib.text import ID, TRAINED, Encoder, Shard, find_shard, prepare, read_index, split_weight, text_fields
-from lib.tokenizer import load_tokenizer
+from dataset import prepare
+from dataset.files import SHARD, VAL_EVERY, TextFile, builtin_file
+from dataset.prepare import (
+    ID,
+    TRAINED,
+    Encoder,
+    Shard,
+    find_shard,
+    prepare_folder,
+    read_index,
+    split_weight,
+    text_fields,
+)
+from hf.tokenizer import load_tokenizer
 from shapes import IGNORE
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
@@ -133,13 +144,13 @@ def _find(entries, flag, config):
     """Text of addresses is streamed, and with --stream all text. Conversations never are; the first good row
     decides."""
     fields = text_fields(config)
-    files = [file for entry in entries for file in text.find_files(entry, flag, fields.get(entry, ""))]
+    files = [file for entry in entries for file in prepare.find_files(entry, flag, fields.get(entry, ""))]
     is_text = all(file.kind != SHARD for file in files)
     if is_text and any(config.stream or file.store for file in files):
         jobs = ((0, file, [row]) for file in files for row in file.rows(0, 0))
         report = {"kind": "", "bad": 0, "notes": {}}
         with ThreadPoolExecutor(1) as pool:
-            next(text.encode(jobs, Encoder.of(config), pool, 0, report), None)
+            next(prepare.encode(jobs, Encoder.of(config), pool, 0, report), None)
         if report["kind"] != "chat":
             return Listing(files)
     return _open(files or [builtin_file()], flag, config)
@@ -161,20 +172,20 @@ def _open(files, flag, config):
     train, but another tool's that are named *val*. Without it, such shards are held out, or, if there are none, the
     last 1/20 of each shard."""
     cache, splits, delimiters, kinds = cache_of(config), {"train": [], "val": []}, set(), set()
-    local = text.fetch_all(files, cache)
+    local = prepare.fetch_all(files, cache)
     shards = [file for file in local if file.kind == SHARD]
     some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
     if texts := [file for file in local if file.kind != SHARD]:
         encoder = Encoder.of(config)
-        key = text.key_of(texts, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
+        key = prepare.key_of(texts, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
         folder = cache / f"{Path(texts[0].name).name.partition('.')[0]}-{key[:12]}"
-        prepare(texts, encoder, folder)
-        shards += text.find_files(str(folder), flag)
+        prepare_folder(texts, encoder, folder)
+        shards += prepare.find_files(str(folder), flag)
     indexes = {folder: read_index(Path(folder)) for folder in {os.path.dirname(file.name) for file in shards}}
     for index in indexes.values():
-        text.tell_omissions(index)
+        prepare.tell_omissions(index)
     for path, size, *_ in shards:
-        progress.advance()
+        disk.advance()
         folder, name = os.path.split(path)
         index, is_val = indexes[folder], VAL_NAME.search(name)
         shard, delimiter = find_shard(path, size, config.data_dtype, index.get("files", {}).get(name))
@@ -187,7 +198,7 @@ def _open(files, flag, config):
         splits["train"].append(shard.part(0, cut))
         splits["val"].append(shard.part(cut, shard.tokens))
     if len(kinds) > 1:
-        raise UserError(f"{flag}: {text.MIXED}")
+        raise UserError(f"{flag}: {prepare.MIXED}")
     delimiter = delimiters.pop() if len(delimiters) == 1 else None
     recorded = {i["fingerprint"]: f"{path} with --tokenizer {i['tokenizer']}" for path, i in indexes.items() if i}
     return Listing(files, splits, delimiter, kinds == {"chat"}, recorded)
@@ -281,7 +292,7 @@ class ChatRows(ShardRows):
         config, T = self.config, self.config.seq_len
         starts = [np.zeros(0, np.int64)]
         for begin, end in itertools.pairwise(self.bounds):
-            starts.append(begin + np.flatnonzero(self.read(begin, end) >= text.BEGINS))
+            starts.append(begin + np.flatnonzero(self.read(begin, end) >= prepare.BEGINS))
         starts = np.concatenate(starts)
         lengths = np.diff(np.append(starts, self.tokens)) - 1
         is_long = lengths > T
@@ -295,7 +306,7 @@ class ChatRows(ShardRows):
         if not count:
             raise NoRows(f"{note}: a larger --seq_len")
         if total - count > total / 100:
-            text.log.warning(f"{note}: give a larger --seq_len")
+            prepare.log.warning(f"{note}: give a larger --seq_len")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
@@ -382,9 +393,9 @@ class Stream:
             has_rows = first_file or first_row
             order = permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")
             for k, file in enumerate([files[i] for i in order[first_file:]], first_file):
-                local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
+                local = prepare.fetch_all([file], cache_of(self.config))[0] if self.shares else file
                 rows = (row for row in local.rows(first_row - 1, 0) if (row.number - 1) % sharers == nth)
-                for group in text.group_rows(rows, LANE_BATCH):
+                for group in prepare.group_rows(rows, LANE_BATCH):
                     has_rows = True
                     yield (epoch, k), file, group
                 first_row = 0
@@ -398,7 +409,7 @@ class Stream:
         given, offset = start.given, start.token
         tokens = np.zeros(0, np.uint32)  # not in any row yet; at most T of them are of earlier documents
         report = {"kind": "text", "bad": start.bad, "notes": {}}
-        for (epoch, file), row, ids in text.encode(self._jobs(lane, start), self.encoder, self.workers, 1, report):
+        for (epoch, file), row, ids in prepare.encode(self._jobs(lane, start), self.encoder, self.workers, 1, report):
             offset -= len(tokens)  # between the beginnings of the document and of `tokens`
             tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
             while len(tokens) > T:
@@ -410,7 +421,7 @@ class Stream:
     def rows(self, index: np.ndarray) -> tuple:
         if not self.workers:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self.workers = text.start_workers(max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1)))
+            self.workers = prepare.start_workers(max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks - 1)))
         starts_before, lanes = np.divmod(index, self.config.lanes)  # rows of the lane before each one, and its lane
         for lane in {*lanes.tolist()} - self.lanes.keys():
             self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread

@@ -1,4 +1,4 @@
-"""lib/weights.py and lib/folders.py. Oracles: transformers for folders and exports, the safetensors library for bits,
+"""hf/weights.py and hf/weights.py. Oracles: transformers for folders and exports, the safetensors library for bits,
 torch's slicing for parts, the published config.json files for the rows of MODELS."""
 
 import json
@@ -14,11 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lib import families, folders
-from lib.errors import UserError
-from lib.families import config_json
-from lib.folders import TensorFile, find_files, open_weights
-from lib.weights import export, export_model, load_model
+from base.errors import UserError
+from base.tensors import TensorFile
+from hf import families, weights
+from hf.families import config_json
+from hf.weights import export, export_model, find_files, load_model, open_weights
 from model import MODELS, ModelConfig, Transformer
 from test_model import FAMILY, error, make_reference, random_tokens
 from test_shard import run_code
@@ -138,9 +138,9 @@ MEMORY = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from lib.families import read_config
-from lib.folders import open_weights
-from lib.weights import export, load_model
+from hf.families import read_config
+from hf.weights import open_weights
+from hf.weights import export, load_model
 from test_shard import peak_rss
 
 ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, in any thread
@@ -213,7 +213,7 @@ def test_export_replaces_only_an_export(monkeypatch, tmp_path):
     assert os.listdir(tmp_path / "new") == ["out"]
     assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
     before = tensors_of(out)
-    monkeypatch.setattr(folders, "save_file", lambda *_: (tmp_path / "none" / "x").write_text("x"))
+    monkeypatch.setattr("base.tensors.save_file", lambda *_: (tmp_path / "none" / "x").write_text("x"))
     with pytest.raises(FileNotFoundError):
         export_model(model, out, replaces=True)
     assert same_bits(tensors_of(out), before)
@@ -273,7 +273,7 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, monkeyp
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {key: value}))
     if value == 10_000:
-        monkeypatch.setattr(folders, "pieces", None)  # a list of their tensors takes long
+        monkeypatch.setattr(weights, "pieces", None)  # a list of their tensors takes long
     with pytest.raises(UserError, match=message):
         load_model(folder)
 

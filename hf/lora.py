@@ -10,7 +10,7 @@ Embeddings, norms, the loss head and stacked experts have no adapters. Dropout i
 (nf4.py).
 
 Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's initial variance follow PEFT
-(github.com/huggingface/peft); lib/folders.py reads PEFT's folders, and lib/weights.py writes them."""
+(github.com/huggingface/peft); hf/weights.py reads PEFT's folders, and hf/weights.py writes them."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import model as transformer
 import nf4
-from lib.errors import UserError
+from base.errors import UserError
 from model import Transformer, initial_std, random_init
 from shapes import ModelConfig
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 
-from config import Config
-from lib import progress, torch_private
-from lib.errors import (
+from base import disk, torch_private
+from base.disk import write_json
+from base.errors import (
     EXIT,
     FOLLOWED,
     STOP_REASON,
@@ -35,8 +35,8 @@ from lib.errors import (
     start_logging,
     write_error,
 )
-from lib.files import write_json
-from lib.ranks import Ranks, on_every_rank, on_first_rank
+from base.ranks import Ranks, on_every_rank, on_first_rank
+from config import Config
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 TOGETHER = 2.0  # seconds within which signals are one
@@ -241,7 +241,7 @@ class Watchdog:
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds, or when no rank makes progress
-    (lib/progress.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Each rank
+    (base/disk.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Each rank
     reports its position to the store where the ranks met. Only a rank that has waited too long reads the reports. So
     the rank that is behind is named even if all main threads are blocked, and waiting ranks cost nothing."""
 
@@ -294,7 +294,7 @@ class Watchdog:
 
     def _idle(self) -> float:
         """Seconds since this rank's last step or progress."""
-        return time.perf_counter() - max(self.clock.since, progress.advanced_at)
+        return time.perf_counter() - max(self.clock.since, disk.advanced_at)
 
     def _beat(self) -> None:
         """Reports this rank's position: the last step and the number of collectives that it has started."""

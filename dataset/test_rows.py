@@ -1,5 +1,5 @@
-"""lib/rows.py: streams, and conversations as rows. Oracles: naive loops over what the test itself wrote, what
-lib/tokenizer.py renders, first-fit as a loop. A local server that cuts and refuses stands for the hub."""
+"""dataset/rows.py: streams, and conversations as rows. Oracles: naive loops over what the test itself wrote, what
+hf/tokenizer.py renders, first-fit as a loop. A local server that cuts and refuses stands for the hub."""
 
 import gzip
 import itertools
@@ -16,19 +16,20 @@ import pytest
 import torch
 
 import checkpoint
+import preflight
 import train
+from base.errors import Failure
+from base.ranks import ALONE, Ranks
 from config import choose_lanes, parse_args
 from data import Batch, make_loader, open_data
-from lib import rows, settle
-from lib import text as text_module
-from lib.chat import chat_template, render_chat
-from lib.errors import Failure
-from lib.ranks import ALONE, Ranks
-from lib.rows import Listing, merge_positions, permute
-from lib.test_text import refused
-from lib.test_tokenizer import _json, _write
-from lib.text import Encoder, find_files, prepare, write_shard
-from lib.tokenizer import load_tokenizer
+from dataset import prepare as text_module
+from dataset import rows
+from dataset.prepare import Encoder, find_files, prepare_folder, write_shard
+from dataset.rows import Listing, merge_positions, permute
+from dataset.test_prepare import refused
+from hf.chat import chat_template, render_chat
+from hf.test_tokenizer import _json, _write
+from hf.tokenizer import load_tokenizer
 from test_download import COMMITS, TOKEN, serve
 
 T = 16
@@ -132,7 +133,7 @@ def test_lanes_are_chosen_for_the_ranks(ranks, micro_batch):
 def test_a_resume_keeps_what_depends_on_the_ranks(tmp_path):
     c = config(write(tmp_path / "d", 1, 1), lanes=0, batch_tokens=0, out=tmp_path / "run")
     folder = tmp_path / "run/checkpoints/step-00000002"
-    assert checkpoint.keep_defaults(c) == c and settle.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
+    assert checkpoint.keep_defaults(c) == c and preflight.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
     folder.mkdir(parents=True)
     then = replace(c, batch_tokens=96, lanes=7)
     (folder / "manifest.json").write_text(json.dumps({"config": asdict(then)}))
@@ -220,7 +221,7 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
     first = "en/c4-train.00000-of-00003.json.gz"
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr("lib.files.WAITS", (0,) * 5)
+    monkeypatch.setattr("base.disk.WAITS", (0,) * 5)
     hub.faults[first] = [("cut", 30), ("cut", 30), ("",), ("cut", 30)]
     hub.faults[first] += [("status", 429, {"Retry_After": 0}), ("status", 503)]
     batches, state = run(config(C4, lanes=3), 3)
@@ -237,7 +238,7 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
 def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
     """As long as WAITS says; what it was given before is not given again."""
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
-    monkeypatch.setattr("lib.files.WAITS", (0, 0))
+    monkeypatch.setattr("base.disk.WAITS", (0, 0))
     monkeypatch.setattr(rows, "LANE_BATCH", 100)
     failures, read = [1, 1], text_module.TextFile._rows
 
@@ -398,7 +399,7 @@ def test_a_mixture_of_kinds(tmp_path):
 def test_prepared_conversations(tmp_path):
     """`prepare` keeps the mask."""
     path = write_chats(tmp_path / "a.jsonl", conversations())
-    prepare(find_files(str(path), ""), Encoder("bytes"), tmp_path / "out", 2000, 20)
+    prepare_folder(find_files(str(path), ""), Encoder("bytes"), tmp_path / "out", 2000, 20)
     assert len(list((tmp_path / "out").glob("*.bin"))) > 2
     folder, files = make_loader(chat_config(tmp_path / "out")), make_loader(chat_config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lib import torch_private
-from lib.errors import UserError
-from lib.files import ROOT, VERSION
-from lib.parts import is_sharded
+from base import torch_private
+from base.disk import ROOT, VERSION
+from base.errors import UserError
+from base.tensors import is_sharded
 
 
 class Gpu(NamedTuple):

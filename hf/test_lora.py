@@ -1,4 +1,4 @@
-"""lib/lora.py and its folders. Oracles: PEFT on transformers' models, the merged model, and an uninterrupted run.
+"""hf/lora.py and its folders. Oracles: PEFT on transformers' models, the merged model, and an uninterrupted run.
 test_parity.py tests sharding, compilation, checkpointing and packing."""
 
 import copy
@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import shard
+from base.errors import UserError
 from config import parse_args
-from lib import lora
-from lib.errors import UserError
-from lib.folders import open_adapter, open_trained, open_weights
-from lib.weights import export_adapter, export_model, load_model
+from hf import lora
+from hf.weights import export_adapter, export_model, load_model, open_adapter, open_trained, open_weights
 from model import MODELS, Transformer, random_init
 from optim import trainable_parameters
 from test_model import error

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from lib.errors import Failure, UserError
+from base.errors import Failure, UserError
 
 UNFINISHED = ".cache/huggingface/unfinished"  # in a download: the command that completes and verifies it
 LIBRARIES = {"huggingface_hub", "httpx", "httpx2"}  # they read the answers of the hub and the network

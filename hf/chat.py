@@ -1,7 +1,7 @@
 """Conversations: the fields of a row, chat templates, rendering, and the mask of trained tokens. Imports no torch.
 
 A conversation is rendered by its folder's own chat template, in the environment that transformers gives to templates;
-a folder without one gets the template of its family in lib/templates. These follow Llama-2-7b-chat-hf,
+a folder without one gets the template of its family in hf/templates. These follow Llama-2-7b-chat-hf,
 Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML.
 
 The whole conversation is rendered once and encoded once. Before it is encoded, it is decided which characters of this
@@ -19,8 +19,8 @@ from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 
-from lib.errors import UserError
-from lib.tokenizer import Tokenizer
+from base.errors import UserError
+from hf.tokenizer import Tokenizer
 
 # Fields of conversations: a field with all messages, or a pair of fields (user, assistant) with text or messages.
 CHAT_FIELDS = (

@@ -1,7 +1,5 @@
 """The records of a run in metrics.jsonl, and their curves.
 
-    python -m lib.curves RUN        draws RUN/curves.png
-
 It needs no torch."""
 
 import contextlib
@@ -9,7 +7,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 from pathlib import Path
 
 PANELS = {  # fields of metrics.jsonl, and their labels
@@ -80,7 +77,7 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     figure.savefig(out, dpi=100)
 
 
-if __name__ == "__main__":
-    run = Path(sys.argv[1])
+def draw_run(run: Path) -> None:
+    """Draws RUN/curves.png, which is replaced as a whole."""
     draw_runs([run], run / "curves.tmp.png")
     os.replace(run / "curves.tmp.png", run / "curves.png")

@@ -1,4 +1,4 @@
-"""Text <-> token ids. lib/chat.py renders conversations.
+"""Text <-> token ids. hf/chat.py renders conversations.
 
 Text is always encoded as ordinary text: no document and no message can produce a control token. BOS, EOS and the tokens
 that mark a turn are added by id. There are three kinds of tokenizer: `bytes` needs no file, the tokenizers library
@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lib.errors import UserError, naming, printable
-from lib.files import read_file, read_object, write_json
-from lib.hub import local_path
+from base.disk import read_file, read_object, write_json
+from base.errors import UserError, naming, printable
+from base.hub import local_path
 
 USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),

@@ -1,4 +1,4 @@
-"""lib/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
+"""hf/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
 
 import io
 import json
@@ -12,12 +12,12 @@ import tokenizers
 import tokenizers.pre_tokenizers as pre
 import transformers
 
+from base.errors import UserError
 from config import parse_args
-from lib import tokenizer as T
-from lib.chat import chat_template, render_chat
-from lib.errors import UserError
-from lib.text import main as run_text_command
-from lib.weights import write_tokenizer
+from dataset.prepare import main as run_text_command
+from hf import tokenizer as T
+from hf.chat import chat_template, render_chat
+from hf.weights import write_tokenizer
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -120,7 +120,7 @@ def test_a_trained_tokenizer(tmp_path, monkeypatch, capsys):
     transformers has the same ids."""
     (tmp_path / "a.txt").write_text("\n".join(TEXT))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "zyxwvu " * 99, "completion": "x" * 9999 + "qqq" * 9999}))
-    monkeypatch.setattr("lib.text.SAMPLE", 20_000)
+    monkeypatch.setattr("dataset.prepare.SAMPLE", 20_000)
     flags = ["train-tokenizer", "--data", f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl", "--vocab_size", "1000", "--out"]
     for name in ("one", "two"):
         run_text_command([*flags, f"{tmp_path}/{name}"], parse_args)

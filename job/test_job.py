@@ -1,4 +1,4 @@
-"""lib/run.py: verdicts are the same on all ranks. Two jobs never have one run folder: the other job is a process of its
+"""job/job.py: verdicts are the same on all ranks. Two jobs never have one run folder: the other job is a process of its
 own."""
 
 import json
@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lib import progress
-from lib import run as guard
-from lib.errors import FOLLOWED, UserError
-from lib.files import read_json
-from lib.ranks import ALONE, Ranks, init_ranks, leave
-from lib.run import take_lock
+from base import disk
+from base.disk import read_json
+from base.errors import FOLLOWED, UserError
+from base.ranks import ALONE, Ranks, init_ranks, leave
+from job import job as guard
+from job.job import take_lock
 from test_shard import run_ranks
 
 
@@ -110,7 +110,7 @@ def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     monkeypatch.setattr(guard.torch_private, "count_collectives", lambda group: 5)
     watched.store.set("1", json.dumps([1, [0, 15], 30.0 if rank == "another" else 90.0, "rank 1 is behind"]))
     watched.hang_limit, long_ago = 60, time.perf_counter() - 90
-    monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank in ("this", "the only") else 0.0)
+    monkeypatch.setattr(disk, "advanced_at", time.perf_counter() if rank in ("this", "the only") else 0.0)
     watched.clock.since = long_ago
     watched.watchdog._check_progress()
     assert watched.watchdog.ended == ([1] if rank == "no" else False)
@@ -217,7 +217,7 @@ def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_jso
     assert (status["state"], status["exit_code"], status["message"]) == ("error", 2, message)
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("] ")[1] for line in lines] == message.splitlines()
-    assert " E [run.py:" in lines[0]
+    assert " E [job.py:" in lines[0]
     assert capsys.readouterr() == ("", f"error: {message}\nerror: a connection was reset\n")
     errors = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
     assert [error["order"] for error in errors] == [FOLLOWED, 0, FOLLOWED]

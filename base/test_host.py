@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from lib.errors import prepare_python
-from lib.machine import available_memory
+from base.errors import prepare_python
+from base.host import available_memory
 
 GIB = 2**30
 V2 = {"memory.max": 8 * GIB, "memory.current": 8 * GIB}

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 
 import shard
+from base import host
+from base.disk import free_space
+from base.errors import UserError, naming
+from base.host import cpu_name
+from base.hub import local_path
+from base.ranks import Ranks
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
-from lib import lora, machine
-from lib.errors import UserError, naming
-from lib.files import free_space
-from lib.folders import open_adapter, open_weights
-from lib.hub import local_path
-from lib.machine import cpu_name
-from lib.ranks import Ranks
-from lib.run import logger, refuse_unusable
-from lib.text import knows_text
-from lib.tokenizer import holds_tokenizer, load_tokenizer
-from lib.weights import refuse_in_the_way
+from dataset.prepare import knows_text
+from hf import lora
+from hf.tokenizer import holds_tokenizer, load_tokenizer
+from hf.weights import open_adapter, open_weights, refuse_in_the_way
+from job.job import logger, refuse_unusable
 from model import Transformer, flops_per_token, random_init
 
 SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
@@ -57,7 +57,7 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
 def _choose_compile(config: Config, device: torch.device) -> str:
     """auto: block, unless a run on a CPU ends before compiling, which takes half a minute, has paid for itself."""
     mode = config.compile
-    problem = machine.compiler_problem() if mode != "none" else ""
+    problem = host.compiler_problem() if mode != "none" else ""
     if problem and mode != "auto":
         raise UserError(f"--compile {mode}: {problem}")
     if problem and int(os.environ.get("RANK", 0)) == 0:
@@ -103,7 +103,7 @@ def check_tokenizer(config: Config) -> None:
 def imagine_ranks() -> Ranks:
     """The first of the processes that --check assumes: torchrun's variables give their number, otherwise the devices
     here."""
-    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    device = host.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     here = torch.cuda.device_count() if device.type == "cuda" else 1
     return Ranks(0, int(os.environ.get("WORLD_SIZE", here)), device)
 

@@ -1,4 +1,4 @@
-"""lib/chat.py. Oracles: transformers' ids and its masks of templates with `{% generation %}`, and texts written here.
+"""hf/chat.py. Oracles: transformers' ids and its masks of templates with `{% generation %}`, and texts written here.
 
 Each template has traits of a published one. Its text is our own, and short."""
 
@@ -14,13 +14,13 @@ import torch
 import transformers
 
 import train
-from lib import tokenizer as T
-from lib.chat import chat_template, find_messages, render_chat
-from lib.errors import UserError
-from lib.test_tokenizer import _json, _llama2_json, _write
-from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare, tell_omissions
-from lib.tokenizer import decode_marked
-from lib.weights import export_model
+from base.errors import UserError
+from dataset.prepare import ID, TRAINED, Encoder, TextRow, find_files, prepare_folder, tell_omissions
+from hf import tokenizer as T
+from hf.chat import chat_template, find_messages, render_chat
+from hf.test_tokenizer import _json, _llama2_json, _write
+from hf.tokenizer import decode_marked
+from hf.weights import export_model
 from model import MODELS, Transformer
 from test_model import scramble
 from test_shard import skip_plots
@@ -403,7 +403,7 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = find_files(str(tmp_path / "a.jsonl"), "")
-    tell_omissions(prepare(files, Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0))
+    tell_omissions(prepare_folder(files, Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0))
     assert {re.sub(r"\S*/a.jsonl: ", "", record.message) for record in caplog.records} == {
         "the chat template changes or leaves out text of the system: 1 row, first in line 2: 'Be brief.'",
         f"{CUT}: 1 row, first in line 3: {thought!r}",

@@ -13,8 +13,8 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import UserError
-from lib.files import read_object
+from base.disk import read_object
+from base.errors import UserError
 from shapes import ModelConfig, RopeScaling
 
 # Our parameter: the tensor in the file, and its parts if several tensors are fused in this order. i: layer, e: expert.
@@ -398,7 +398,7 @@ def family(config: ModelConfig) -> str:
         with contextlib.suppress(ValueError):
             if _read(_write(config, kind)) == config:
                 return kind
-    raise UserError(f"This model has no Hugging Face form: no family in lib/families.py has its shape, {config}")
+    raise UserError(f"This model has no Hugging Face form: no family in hf/families.py has its shape, {config}")
 
 
 # ---- reading

@@ -1,5 +1,9 @@
-"""Files: JSON objects, atomic writes, free space, kinds of content by their first bytes, and reading ahead. Imports no
-torch."""
+"""Files: JSON objects, atomic writes, retries, free space, kinds of content by their first bytes, reading ahead; and
+the progress that this process reports to the watchdog (job/job.py). Imports no torch.
+
+Whatever moves bytes or rows calls `advance` as it goes: loading, hashing, saving, exporting, tokenizing, downloading.
+The watchdog trusts only these calls, because the kernel counts neither reads of mapped files nor traffic of GPUs. A
+worker process reports nothing: its parent does, when a result arrives."""
 
 import contextlib
 import errno
@@ -17,8 +21,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lib import progress
-from lib.errors import Failure, Message, UserError
+from base import disk
+from base.errors import Failure, Message, UserError
 
 BLOCK = 2**24  # bytes per read when checksums are computed
 SAMPLE, SAMPLE_BLOCK = 2**27, 2**16  # bytes of all files, and of a file at a place, that sample_digest reads
@@ -136,7 +140,7 @@ def retry(work: Callable, path: Path | str = "", transient: Callable[[Exception]
     for wait in (*WAITS, None):
         try:
             result = work()
-            progress.advance()
+            disk.advance()
             return result
         except Exception as e:
             if isinstance(e, OSError) and e.errno and path:
@@ -155,7 +159,7 @@ def checksum(path: Path) -> int:
         with open(path, "rb", buffering=0) as file:
             while block := file.read(BLOCK):
                 crc = zlib.crc32(block, crc)
-                progress.advance()
+                disk.advance()
         return crc
 
     return retry(read, path)
@@ -174,7 +178,7 @@ def sample_digest(files: list[Path]) -> str:
             for start in range(0, size, max(SAMPLE_BLOCK, min(step, size // least))):
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BLOCK))
-        progress.advance()
+        disk.advance()
     return digest.hexdigest()
 
 
@@ -204,3 +208,12 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+advanced_at = 0.0  # the time.perf_counter() of the last call
+
+
+def advance() -> None:
+    """Call it from any thread after each piece of work, at least once every few minutes."""
+    global advanced_at
+    advanced_at = time.perf_counter()

@@ -1,6 +1,6 @@
 """Converts files (local, on the hub, in other stores) to documents and conversations, and these to shards of token ids.
 
-`TextFile.rows` yields the rows that lib/readers.py reads. An `Encoder` turns a row into ids, in worker processes,
+`TextFile.rows` yields the rows that dataset/files.py reads. An `Encoder` turns a row into ids, in worker processes,
 because that takes 20 times as long as reading. A row with the field that --text_field names is a document: BOS, then
 its text. Without that flag, a row with the fields of CHAT_FIELDS or --chat_fields is a conversation, and another one
 with a field named text is a document. Of conversations the assistant's tokens and the token that ends each answer are
@@ -12,8 +12,8 @@ Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold
 of processes. Until `prepare` has done all, index.json also has the position after the finished shards, where an
 interrupted call resumes. index.json counts the rows that were left out, with the reasons, and every run reports them.
 
-Every format can be read from every address of lib/stores.py. config.py imports this module, so it imports numpy only in
-functions, and torch never."""
+Every format can be read from every address of dataset/files.py. Other scripts import this module before torch, so it
+imports numpy only in functions, and torch never."""
 
 import contextlib
 import functools
@@ -36,10 +36,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_chat
-from lib.errors import Parser, UserError, naming, printable, within
-from lib.files import (
+from base.disk import (
     SUBSTITUTES,
+    advance,
     describe_content,
     plural,
     read_ahead,
@@ -48,11 +47,24 @@ from lib.files import (
     retry,
     write_whole,
 )
-from lib.hub import local_path
-from lib.progress import advance
-from lib.readers import DOCUMENT, FORMATS, SHARD, SUFFIXES, VAL_EVERY, TextFile, TextRow, kind_of, log
-from lib.stores import find_info, list_files, store_errors
-from lib.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
+from base.errors import Parser, UserError, naming, printable, within
+from base.hub import local_path
+from dataset.files import (
+    DOCUMENT,
+    FORMATS,
+    SHARD,
+    SUFFIXES,
+    VAL_EVERY,
+    TextFile,
+    TextRow,
+    find_info,
+    kind_of,
+    list_files,
+    log,
+    store_errors,
+)
+from hf.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_chat
+from hf.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
 # Part of the key of prepared tokens. Raise it with any change that makes other tokens or shards of the same text: in
 # reading, in conversations and their templates, in tokenizers, or here. The cache then tokenizes all text again.
@@ -374,7 +386,7 @@ def read_index(folder: Path) -> dict:
     return index if "fingerprint" in index else {}
 
 
-def prepare(
+def prepare_folder(
     sources: list[TextFile], encoder: Encoder, out: Path, shard_tokens=SHARD_TOKENS, val_every=VAL_EVERY
 ) -> dict:
     """Tokenises sources into a new folder of shards of shard_tokens or a few more -> index.json. Resumes an interrupted
@@ -562,6 +574,6 @@ def main(argv: list[str], parse_args: Callable) -> None:
     sources = [file for spec in config.data for file in find_files(spec, "--data", fields.get(spec, ""))]
     if verb == "train-tokenizer":
         return _train_tokenizer(sources, encoder, out, *how)
-    index = prepare(sources, encoder, out, *how)
+    index = prepare_folder(sources, encoder, out, *how)
     tokens, shards = sum(file["tokens"] for file in index["files"].values()), plural(len(index["files"]), "shard")
     print(f"{out}: {tokens} tokens in {shards}")

@@ -17,8 +17,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lib.errors import Failure, UserError, describe_error
-from lib.machine import find_device
+from base.errors import Failure, UserError, describe_error
+from base.host import find_device
 
 WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is behind
 ANSWER = timedelta(seconds=10)  # for the store; less than WATCHDOG
@@ -79,7 +79,7 @@ def leave(ranks: Ranks) -> None:
 
 def set_timeout(seconds: int, ranks: Ranks, groups: list[dist.ProcessGroup]) -> None:
     """Sets how long collectives of the model and the loss wait for a rank. Their error names nobody: the watchdogs
-    (lib/run.py), which name the rank, must always come first."""
+    (job/job.py), which name the rank, must always come first."""
     if ranks.world_size == 1:
         return
     for group in (dist.group.WORLD, *groups):
