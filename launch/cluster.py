@@ -138,7 +138,7 @@ class Supervisor:
                 time.sleep(LOOK)
 
     def attempt(self) -> State:
-        """One launch, to its end. If the first attempt cannot start, this is the user's mistake."""
+        """One launch, to its end. If a host refuses the first start, this is the user's mistake; its silence is not."""
         first = "id" not in self.job
         if self.stop_requested():
             return self.write_status("stopped", "between two tries")
@@ -151,7 +151,8 @@ class Supervisor:
         launch = {key: self.job[key] for key in ("out", "ssh", "id")}
         write_json(self.out / "logs/launch.json", launch | {"hosts": [asdict(host) for host in self.hosts]})
         if problems := ask(self.hosts, self.job, "start", patience=START_LIMIT + 20):
-            end = "error" if first else "failed", "\n".join(problems)
+            refused = any("refused" in host.last for host in self.hosts)
+            end = "error" if first and refused else "failed", "\n".join(problems)
         else:
             self.watch()
             error = first_error(self.hosts)

@@ -232,6 +232,14 @@ def test_a_host_that_was_cut_is_the_cause_unless_a_rank_knows_one(supervisor, mo
     assert not list(answers)
 
 
+@pytest.mark.parametrize("answer, state", [(SILENT, "failed"), ({"refused": "port 1 is taken"}, "error")])
+def test_a_host_that_is_silent_at_the_first_start_is_a_failure(supervisor, monkeypatch, answer, state):
+    supervisor.hosts = [Host("b", label="b")]
+    del supervisor.job["id"]
+    monkeypatch.setattr(Host, "call_by_ssh", lambda host, operation, request, patience: answer)
+    assert supervisor.attempt().state == state
+
+
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no host '' in"):
         cluster.verb_attach(tmp_path, SimpleNamespace(which=None))
