@@ -359,7 +359,7 @@ def test_without_torch_scripts_say_how_to_set_up_or_start_the_environment(tmp_pa
 
 @pytest.mark.parametrize("flags, message", [
     ("--data /nope/x.txt", "error: --data /nope/x.txt does not exist"),
-    ("--val_data none*.txt:0.5", "none*.txt does not exist"),
+    ("--val_data none*.txt:0.5", "error: --val_data none*.txt does not exist"),
     ("--tokenizer nope.json", "error: --tokenizer nope.json: there is no folder or file of this name"),
     ("--weights /nope", "error: --weights /nope: there is no folder or file of this name"),
 ])  # fmt: skip

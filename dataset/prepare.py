@@ -150,10 +150,12 @@ def refuse_missing(config):
     which may need none."""
     if "RANK" in os.environ or Path(config.out, "checkpoints").exists():
         return config
-    for path, _ in map(split_weight, config.data + config.val_data):
+    named = [(entry, "--data") for entry in config.data] + [(entry, "--val_data") for entry in config.val_data]
+    for entry, flag in named:
+        path = split_weight(entry)[0]
         local = os.path.expanduser(path)
         if "://" not in path and not os.path.exists(local) and not glob.glob(local):
-            find_files(path, "--data")
+            find_files(path, flag)
     if config.tokenizer != "bytes":
         local_path(config.tokenizer, "--tokenizer")
     return config
