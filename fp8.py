@@ -34,6 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from base import torch_private
 from base.errors import UserError
 from base.torch_private import held_tensor
+from model import Transformer
+from shapes import ModelConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
@@ -375,10 +377,12 @@ class Settings(Protocol):
     fp8: str
     fp8_all_gather: bool
     fp8_skip: tuple[str, ...]
+    model_config: ModelConfig
 
 
 def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
-    """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, and a GPU without FP8."""
+    """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, a GPU without FP8, and what
+    `convert` refuses."""
     if config.fp8 == "off":
         return
     tokens = micro_batch * config.seq_len // config.context_parallel
@@ -392,6 +396,8 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
             f"--fp8 {config.fp8}: a GPU needs compute capability (8, 9), not {capability}, --dtype bf16, not"
             f" {config.dtype}, and --compile block, not {config.compile}; or --fp8 off"
         )
+    with torch.device("meta"):
+        convert(Transformer(config.model_config), config, device)
 
 
 def convert(model: nn.Module, config: Settings, device: torch.device) -> str:

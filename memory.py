@@ -6,6 +6,7 @@ FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors th
 
 import functools
 import math
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -165,10 +166,13 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     Memory changes evenly from block to block, so no block in between needs most, and two short models tell the rest."""
     wrapped, n = _is_wrapped(config, cluster), config.model_config.n_layers
     passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
-    # Fields without influence get one value: a trace is kept for all plans that share it.
+    # Fields without influence get one value: a trace is kept for all plans that share it. A skipped layer with a number
+    # in its name may not be among the few blocks.
+    named = tuple(name for name in config.fp8_skip if not re.search(r"\d", name))
     config = replace(
-        config, batch_tokens=0, state_dtype="fp32", save_async=True, offload="none", offload_activations=False
-    )
+        config, batch_tokens=0, state_dtype="fp32", save_async=True, offload="none", offload_activations=False,
+        fp8_skip=named,
+    )  # fmt: skip
     two, three = (_trace_blocks(replace(config, n_layers=blocks), wrapped, passes) for blocks in (2, 3))
     inputs = 0
     if config.compile != "none" and config.checkpointing == "none" and config.fp8 == "off":

@@ -173,6 +173,19 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
         log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
 
 
+def describe_room(config: Config, ranks: Ranks) -> str:
+    """A line that tells whether a run fits into this machine's memory, for --check."""
+    try:
+        plan = predict(config, cluster_here(ranks))
+    except RuntimeError as e:  # a changed model that cannot run on the meta device
+        return f"Memory: no estimate for this model: {e}"
+    lacking, cluster = plan.lacking(), plan.cluster
+    place = next(iter(lacking), "GPU" if cluster.cuda else "host")
+    room = cluster.gpu.gib if place == "GPU" else cluster.host_gib
+    verdict = "it probably does not fit" if lacking else "it fits"
+    return f"Memory: {verdict}: each {place} needs about {gib(plan.bytes[place])} and has {room:.1f} GiB"
+
+
 def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
     """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch, and `step_ms`, if the data sheet of
     the GPU is known; {} on a CPU or if the model cannot be traced."""

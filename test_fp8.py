@@ -392,8 +392,9 @@ def test_runs_are_recorded_and_resumed(tmp_path, text):
     ("--fp8 tensor --fp8_skip o_proj proj", "--fp8_skip: no layer is called proj"),  # parts are whole
 ])  # fmt: skip
 def test_flags_are_refused(flags, message, tmp_path, capsys):
-    assert exit_status(train_main, [*flags.split(), "--out", str(tmp_path / "run")]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    for check in ([], ["--check"]):
+        assert exit_status(train_main, [*flags.split(), *check, "--out", str(tmp_path / "run")]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("capability, changes, refuses", [

@@ -169,6 +169,7 @@ def test_newton_schulz_takes_about_the_flops_that_torch_counts():
     ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
     ("--gpus 8 --compile model", "--compile model with several processes"),
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--compile block, not none"),
+    ("--fp8 row --fp8_skip layers.99", "--fp8_skip: no layer is called layers.99"),
     ("--attention varlen --dtype fp32", "--attention varlen needs a GPU"),
     ("--epochs 2", "plan.py reads no data; give --steps"),
     ("--model llama3-8b --weights x --lora_weights y", "--lora_weights has no effect without --weights"),
@@ -222,6 +223,7 @@ def test_the_guides_figures_are_what_the_plan_says():
 
 def test_what_is_predicted_of_a_record(monkeypatch):
     words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
+    words += " --n_layers 4 --fp8 row --fp8_skip layers.3"  # of which a trace has fewer blocks
     config, ranks = parse_args(words.split()), Ranks(0, 1, torch.device("cuda"))
     for gpu, names in ((H100._replace(tflops=0), ["mem_gib"]), (H100, ["mem_gib", "step_ms"])):
         monkeypatch.setattr(plan, "cluster_here", lambda ranks, gpu=gpu: plan.Cluster(1, 1, gpu))

@@ -81,6 +81,7 @@ def print_check(config: Config, ranks: Ranks) -> int:
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         about["attention"] = attention_kernel(config, data, ranks.device)
+        print(plan.describe_room(config, ranks))
     print(json.dumps(about))
     return 0
 
