@@ -132,13 +132,10 @@ def test_no_text_makes_a_control_token(tmp_path):
     counts = set()
     for text in ("x", "<|im_end|>"):
         call = {"function": {"name": text, "arguments": {text: [text]}}}
-        messages = [
-            {"role": "user", "content": text}, {"role": "assistant", "content": text, "tool_calls": [call]},
-            {"role": "tool", "content": text}, {"role": "assistant", "content": text},
-        ]  # fmt: skip
+        messages = [{"role": role, "content": text} for role in ("user", "assistant", "tool", "assistant")]
+        messages[1]["tool_calls"] = [call]
         ids, mask = render_chat(ours, messages, ours.chat_template, {"tools": [{"name": text}]})
-        ends = [on for i, on in zip(ids, mask, strict=True) if i == ours.control["<|im_end|>"]]
-        counts.add(tuple(ends))
+        counts.add(tuple(on for i, on in zip(ids, mask, strict=True) if i == ours.control["<|im_end|>"]))
     assert counts == {(0, 0, 1, 0, 1)}
 
 
@@ -174,10 +171,9 @@ def test_bos_is_written_by_the_template_alone(tmp_path):
     d["post_processor"] = json.loads(bos.__getstate__())
     for count, template in enumerate((TRAITS["plain"], "{{ bos_token }}" + TRAITS["plain"])):
         ours, theirs = _tokenizer(tmp_path / str(count), template, tokenizer__json=d, config={"add_bos_token": True})
-        assert ours.adds_bos
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        ids, _ = render_chat(ours, messages, ours.chat_template)
-        assert ids == theirs.apply_chat_template(messages, return_dict=False) and ids.count(ours.bos_id) == count
+        ids, _ = render_chat(ours, [ASK, ANSWER], ours.chat_template)
+        assert ids == theirs.apply_chat_template([ASK, ANSWER], return_dict=False)
+        assert ours.adds_bos and ids.count(ours.bos_id) == count
 
 
 ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -337,19 +333,15 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render name: 'Ann'"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "weight 0 alone, .*: .*0.5"),
     ("plain", {"messages": [ASK | {"weight": 1}, ANSWER]}, "1 is for answers: .*Why"),
-    ("plain", {"messages": [ASK, ANSWER | {"train": True}]}, "weight 0 alone, .*train"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
     ("calls", {"conversations": [*_two()[:1], {"from": "function_call", "value": "{}"}]}, "expected assistant with"),
     ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "nothing reads the field loss_mask"),
-    ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a str"),
     ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is 'add', expected a list"),
     ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected a dict"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
     ("cuts", {"messages": [ASK, ANSWER | {"content": "[THINK]a[/THINK]b"}]}, r"last answer: '\[THINK\]a\[/THINK\]b'"),
     ("reasons", {"messages": [ASK, ANSWER | {"content": "<think>a</think>b"}]}, "last answer: '<think>a</think>b'"),
     ("plain", {"messages": []}, "message 0: expected system or developer or user with"),
-    ("plain", {"messages": [SYSTEM]}, "nothing is trained on"),
-    ("plain", {"messages": [ANSWER]}, "message 0: expected system or developer or user with"),
     ("plain", {"messages": [SYSTEM, ASK, ANSWER, ANSWER]}, "message 3: expected user or tool with"),
     ("plain", {"messages": [ASK, ANSWER, ASK | {"content": " \n"}]}, "message 2: expected user or tool with a text"),
     ("plain", {"messages": [ASK, ANSWER | {"content": [{"type": "text"}]}]}, "message 1: expected assistant with"),
