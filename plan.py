@@ -174,16 +174,19 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
 
 
 def describe_room(config: Config, ranks: Ranks) -> str:
-    """A line that tells whether a run fits into this machine's memory, for --check."""
+    """A line that tells whether a run fits into this machine's memory, for --check. A launcher does not wait for the
+    trace, which imports the compiler: it learns what any run needs."""
+    least = "LOCAL_WORLD_SIZE" in os.environ
     try:
-        plan = predict(config, cluster_here(ranks))
+        plan = predict(config, cluster_here(ranks), least)
     except RuntimeError as e:  # a changed model that cannot run on the meta device
         return f"Memory: no estimate for this model: {e}"
     lacking, cluster = plan.lacking(), plan.cluster
     place = next(iter(lacking), "GPU" if cluster.cuda else "host")
     room = cluster.gpu.gib if place == "GPU" else cluster.host_gib
-    verdict = "it probably does not fit" if lacking else "it fits"
-    return f"Memory: {verdict}: each {place} needs about {gib(plan.bytes[place])} and has {room:.1f} GiB"
+    verdict = "it probably does not fit" if lacking else "it may fit" if least else "it fits"
+    about = "at least" if least else "about"
+    return f"Memory: {verdict}: each {place} needs {about} {gib(plan.bytes[place])} and has {room:.1f} GiB"
 
 
 def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
