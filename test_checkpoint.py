@@ -23,7 +23,6 @@ import checkpoint
 import plan
 import shard
 from base import disk
-from base.disk import read_object
 from base.errors import Failure, UserError, describe_error
 from base.ranks import ALONE, Ranks, init_ranks, leave
 from base.tensors import local, shard_slices
@@ -87,6 +86,10 @@ def test_round_trip_is_bit_exact(tmp_path, monkeypatch, name):
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
     assert_equal(model, optimizer, other, other_optimizer)
     assert (found.step, found.manifest["position"]["samples"], skipped) == (3, 5, [])
+    for key, layout in found.layouts.items():  # also of the scalars of the optimizer, each read is progress
+        monkeypatch.setattr(disk, "advanced_at", 0.0)
+        found.read(key, tuple(slice(0, n) for n in layout.shape))
+        assert disk.advanced_at, key
     assert {v.file for k, v in found.layouts.items() if k.startswith("step.")} == {"rank-*.safetensors"}
     whole = model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
@@ -205,8 +208,6 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     assert_same_weights(exported, model)
     with pytest.raises(UserError, match="exists already"):
         checkpoint.main(words)
-    with pytest.raises(UserError, match="export RUN OUT"):
-        checkpoint.main(words[:2])
     assert (tmp_path / "one/tokenizer.json").exists()
     checkpoint.main([*words[:2], str(tmp_path / "half"), "--dtype", "bf16", "--tokenizer", str(tmp_path / "one")])
     assert_same_weights(load_model(tmp_path / "half", torch.bfloat16), model, torch.bfloat16)
@@ -297,17 +298,6 @@ def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path
     assert open_file.cache_info().maxsize <= checkpoint.OPEN_FILES < 100
 
 
-def test_each_read_of_a_resume_is_progress(tmp_path, monkeypatch):
-    """Also that of a scalar, of which Muon and AdamW have one for each parameter."""
-    config, model, optimizer = make_state(tmp_path, *SMALL)
-    loaded = checkpoint.Checkpoint(save(tmp_path, 1, model, optimizer, {}, config))
-    assert any(not layout.shape for layout in loaded.layouts.values())
-    for key, layout in loaded.layouts.items():
-        monkeypatch.setattr(disk, "advanced_at", 0.0)
-        loaded.read(key, tuple(slice(0, n) for n in layout.shape))
-        assert disk.advanced_at, key
-
-
 READS = [  # functions that read a file in a verification and a load
     ("pathlib.Path.read_bytes", "manifest.json"), ("base.tensors.open", "rank-00000.safetensors"),
     ("base.disk.open", "rank-00000.safetensors"), ("base.tensors.TensorFile._read_run", "rank-00000.safetensors"),
@@ -336,19 +326,13 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
 
     failures += [OSError(code, os.strerror(code))] * 2
     load()
-    assert not failures
     assert caplog.text.count(f"{os.strerror(code)}: '{folder / file}'; trying again") == 2
     failures += [OSError(code, os.strerror(code))] * 99
     with pytest.raises(OSError, match=f"{os.strerror(code)}: '{folder / file}'") as error:
         load()
-    assert describe_error(error.value)[0] == 1
-    assert len(failures) == 96
+    assert describe_error(error.value)[0] == 1 and len(failures) == 96
     failures.clear()
     assert checkpoint.verify(tmp_path) == [(1, True, "")]
-    if "read_bytes" in name:  # like config.json
-        failures += [OSError(code, os.strerror(code))] * 9
-        with pytest.raises(OSError, match=os.strerror(code)):
-            read_object(folder / "manifest.json")
 
 
 def test_which_checkpoint_a_run_resumes_from(tmp_path):
@@ -462,9 +446,7 @@ def damages():
     for kind, change in WRONG.items():
         yield pytest.param("", partial(rewrite, change=change), id=kind)
     for kind, text in NOT_JSON.items():
-        yield pytest.param(
-            "manifest.json", lambda p, text=text: (p / "manifest.json").write_text(text, "latin1"), id=kind
-        )
+        yield pytest.param("manifest.json", lambda p, t=text: (p / "manifest.json").write_text(t, "latin1"), id=kind)
     yield pytest.param("", lambda p: (shutil.rmtree(p), p.write_text("a file")), id="a file in the folder's place")
 
 
@@ -478,12 +460,10 @@ def two_steps(tmp_path_factory):
     return run
 
 
-def test_intact_checkpoints_are_listed_and_verified(two_steps, tmp_path, capsys):
+def test_intact_checkpoints_are_listed_and_verified(two_steps, capsys):
     for verb in ("list", "verify"):
         assert checkpoint.main([verb, str(two_steps)]) == 0
         assert capsys.readouterr().out == "step 1: intact\nstep 2: intact\n"
-    with pytest.raises(UserError, match="no checkpoints"):
-        checkpoint.main(["list", str(tmp_path / "nowhere")])
 
 
 @pytest.mark.parametrize("file, damage", [*damages()])
@@ -495,8 +475,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(two_steps, tmp_path, 
     damage(folder)
     before, skipped = checkpoint.find(parse_args(["--out", str(run)]))
     fault = checkpoint.fault_of(folder)
-    assert fault
-    assert file in fault
+    assert fault and file in fault
     assert (before.step, checkpoint.newest(run).step) == (1, 1)
     assert skipped == [f"Skipped the damaged checkpoint {folder}: {fault}"]
     for verb, status in (("verify", 1), ("list", int(not fault.startswith("the checksum of")))):

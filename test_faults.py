@@ -281,7 +281,6 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     other += ["--micro_batch", 1, "--batch_tokens", 32]
     run_here(run, "--steps", 5, *other)
     run_here(run, "--steps", 4, *other)  # nothing is left to do
-    assert "the run never reaches --lr" in run_here(tmp_path / "new", "--steps", 5, "--warmup_steps", 6, "--check")
     tuned = ["--steps", 8, "--lr", 0.02, "--warmup_steps", 2]
     for flags, messages, absent in (
         ([*tuned, "--seed", 1], ["--lr was 0.01, is 0.02", "--seed was 0, is 1", "--warmup_steps was 0.0"], "override"),
@@ -293,17 +292,14 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
         assert [message for message in messages if message not in output] == [], output
         assert absent not in output
     run_here(run, *tuned, "--resume_override", "lr,warmup_steps")
-    recorded = "Continuing with other settings, [old, new]: {'lr': [0.01, 0.02], 'warmup_steps': [0.0, 2.0]}"
-    text = (run / "log.txt").read_text()
-    assert text.count(recorded) == 1
-    assert text.count("the learning rate of step 6 is 0.02, not 0.01") == 1
     rewrite(checkpoint.folders(run)[-1], lambda m: [m["config"].pop(flag) for flag in ("seed", "lr")])  # newer flags
     output = run_here(run, *tuned, status=2)
     assert "--lr was 0.0003, is 0.02" in output
     assert "--seed" not in output
     rewrite(checkpoint.folders(run)[-1], lambda m: m["config"].update(seed=0, lr=0.02))
     run_here(run, *tuned, "--steps", 9)  # the checkpoint has the new ones
-    assert (run / "log.txt").read_text().count("Continuing with other settings") == 1
+    recorded = "Continuing with other settings, [old, new]: {'lr': [0.01, 0.02], 'warmup_steps': [0.0, 2.0]}"
+    assert (run / "log.txt").read_text().count("Continuing with") == (run / "log.txt").read_text().count(recorded) == 1
 
 
 def test_a_save_in_the_background_equals_an_awaited_one_and_its_error_ends_the_run(tmp_path, run_here, monkeypatch):
@@ -344,14 +340,8 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
         output = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2, status=1)
     assert f"No such file or directory: '{tmp_path / 'run'}/" in output
     assert not (tmp_path / "run").exists()
-    (tmp_path / "file").touch()
-    output = run_here(tmp_path / "file" / "run", "--steps", 1, status=2)
-    assert f"error: a file or folder cannot be used: [Errno 20] Not a directory: '{tmp_path / 'file/run'}'" in output
     run_here(tmp_path / "refused", "--data", tmp_path / "absent.txt", status=2)
     assert not (tmp_path / "refused").exists()
-    (tmp_path / "mine").mkdir()
-    run_here(tmp_path / "mine", "--data", tmp_path / "absent.txt", status=2)
-    assert_ended(tmp_path / "mine", "error", "absent.txt")
     with monkeypatch.context() as m:  # a mistake that shows later leaves the records
         m.setattr(train.Log, "step", mock.Mock(side_effect=[None, errors.UserError("a bad row")]))
         run_here(tmp_path / "late", "--steps", 9, status=2)
@@ -469,11 +459,7 @@ def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, r
     """Of three the one is named, of two both are."""
     flags = ["--steps", 30, "--shard_size", size, "--save_every", 5, "--keep", 9]
     output = run_job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP, fails=True)
-    named = {
-        2: "rank 0 on {0} | rank 1 on {0}. ",
-        3: "rank 1 on {0} | rank 0 ",
-        4: "rank 1 on {0} | rank 3 on {0} | ",
-    }
+    named = {2: "rank 0 on {0} | rank 1 on {0}. ", 3: "rank 1 on {0} | rank 0 ", 4: "rank 1 on {0} | rank 3 on {0} | "}
     assert output.count("error: After step 10 not all copies") == 1, output
     assert f"the odd ones out first: {named[ranks].format(platform.node())}" in output, output
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]

@@ -23,7 +23,7 @@ from base.disk import read_json
 from base.errors import UserError
 from config import parse_args
 from dataset.prepare import write_shard
-from generate import KVCache, choose, main, open_source, sample
+from generate import choose, main, open_source, sample
 from hf.test_tokenizer import _json, _model
 from hf.tokenizer import ByteTokenizer
 from hf.weights import export_model, export_trained, load_model
@@ -88,14 +88,6 @@ def test_greedy_is_transformers_generate(name):
     whole = theirs.generate(prompts, max_new_tokens=18, **how)[:, 41:]
     assert torch.equal(run(ours, prompts, 18, temperature=0), whole)
     assert len(whole.unique()) > 10  # not always the same token
-
-
-def test_the_cache_of_a_window_keeps_no_more():
-    model, ids = make_model("olmo3"), random_tokens(2, 25)
-    caches = [KVCache(block.self_attn.window) for block in model.layers]
-    for part in (ids[:, :20], ids[:, 20:21], ids[:, 21:22]):
-        model.logits(part, cache=caches)
-    assert [(cache.length, cache.kv.shape[3]) for cache in caches] == [(22, 10), (22, 10), (22, 10), (22, 22)]
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
@@ -273,9 +265,8 @@ def test_chat_says_why_answers_are_cut(hub, capsys):
     words = ["--run", str(hub("mixtral")[0]), "--chat", "--tokens", "1", "--prompt"]
     main([*words, "a"])
     assert "(stopped at token 1)" in capsys.readouterr().err
-    for text, message in (("", "message 0: expected .*user with a text"), ("a" * 999, "the model reads at most 512")):
-        with pytest.raises(UserError, match=message):
-            main([*words, text])
+    with pytest.raises(UserError, match="the model reads at most 512"):
+        main([*words, "a" * 999])
 
 
 @pytest.mark.parametrize("words, output", [([], "A list of words"), (["--chat"], "list of words")])
@@ -359,18 +350,16 @@ def test_the_trained_length_limits_the_window(tmp_path, hub, flags, length, expo
 
 
 def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
-    """It is a setting of the run, or is given by --tokenizer."""
     folder, _, encode, decode = hub("gpt2")
     write_shard(tmp_path / "tokens.bin", random_tokens(5000).numpy(), VOCAB)
     flags = ["--data", tmp_path / "tokens.bin", "--model", "tiny-llama", "--vocab_size", VOCAB]
-    model = save_run(tmp_path / "unknown", *flags)
-    save_run(tmp_path / "known", *flags, "--tokenizer", folder)
+    model = save_run(tmp_path / "run", *flags)
     with pytest.raises(UserError, match="trained on token shards: name the --tokenizer"):
-        main(["--run", str(tmp_path / "unknown")])
+        main(["--run", str(tmp_path / "run")])
     ids = torch.tensor([[0, *encode("A list")]])
     expected = decode([*ids[0].tolist(), *run(model, ids, 16, temperature=0)[0].tolist()])
-    for name, words in (("unknown", ["--tokenizer", folder]), ("known", [])):
-        assert say(capsys, "--run", tmp_path / name, "--prompt", "A list", *GREEDY, *words) == expected + "\n"
+    words = ["--run", tmp_path / "run", "--tokenizer", folder, "--prompt", "A list", *GREEDY]
+    assert say(capsys, *words) == expected + "\n"
 
 
 # ---- mistakes
@@ -380,9 +369,7 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     *((words, f"{words.replace(' ', ': ')} must be ") for words in (
         "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0",
         f"--seed {2**64}")),
-    ("--promt x", "did you mean --prompt"), ("--run {empty} --promt x --tokns 3", "did you mean --prompt, --tokens"),
-    ("--run {empty}", "config.json cannot be read"),
-    ("--run {empty}/nothing", "no folder or file"),
+    ("--promt x", "did you mean --prompt"), ("--run {empty}", "config.json cannot be read"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):

@@ -9,19 +9,14 @@ or a CPU, is in test_model.py, test_fp8.py, test_shard.py and test_optim.py.
                                                          the CPU will do"""
 
 import contextlib
-import gzip
-import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch._inductor.utils import run_and_get_code
 
 import attention
 import checkpoint
@@ -111,21 +106,6 @@ def test_a_step_does_not_wait_for_the_gpu(kind):
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 32, 128), (12, 12, 64), (25, 25, 64), (32, 8, 80)], ids=str)
 def test_no_attention_keeps_all_probabilities(heads, dtype, separate):
     assert "math" not in attention.kernel("sdpa", separate, CUDA, dtype, heads)
-
-
-@host
-@pytest.mark.parametrize("recipe", ["tensor", "row"])
-def test_a_compiled_fp8_gradient_is_cast_and_transposed_in_one_kernel(recipe):
-    """Another one finds the largest magnitude, for row the columns'."""
-    torch._dynamo.reset()
-    with CUDA:
-        layer, x = nn.Linear(2048, 4096, bias=False), torch.randn(4096, 2048, dtype=torch.bfloat16, requires_grad=True)
-    fp8.convert_linears(layer, recipe, small=True)
-    scales = fp8.WeightScales(layer, torch.bfloat16, None, True, False)
-    scales.refresh()
-    grad = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
-    _, codes = run_and_get_code(lambda: torch.compile(layer, dynamic=False)(x).backward(grad))
-    assert len(re.findall(r"\.run\([^)]*tangents_1", codes[-1])) == 2
 
 
 @host
@@ -309,24 +289,6 @@ def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path, text):
     for out, steps in (("whole", 12), ("halves", 6), ("halves", 12)):
         run_train(tmp_path / out, f"--compile none {words} {steps}")
     assert values(tmp_path / "halves") == values(tmp_path / "whole")
-
-
-@real
-@pytest.mark.parametrize("words", [
-    "--model llama3-8b --n_layers 1 --vocab_size 16384 --seq_len 4096 --micro_batch 2",
-    "--model gpt2 --vocab_size 50304 --seq_len 1024 --micro_batch 32",
-    "--model mixtral-8x7b --n_layers 1 --dim 1024 --vocab_size 16384 --seq_len 4096 --micro_batch 2",
-])  # fmt: skip
-def test_no_eager_kernel_takes_a_hundredth_of_a_step(tmp_path, words):
-    """Those of ATen's own, which nothing has joined with what comes before or after."""
-    run_train(tmp_path / "run", f"{words} --tokenizer bytes --steps 12 --profile 6 --eval_every 0 --sample_every 0")
-    with gzip.open(tmp_path / "run/profile/rank-00000.trace.json.gz") as f:
-        kernels = [event for event in json.load(f)["traceEvents"] if event.get("cat") == "kernel"]
-    times = Counter()
-    for kernel in kernels:
-        times[kernel["name"]] += kernel["dur"]
-    eager = {name: time for name, time in times.items() if "at::native" in name and "multi_tensor_apply" not in name}
-    assert [name for name, time in eager.items() if time > times.total() / 100] == []
 
 
 @real

@@ -23,7 +23,6 @@ import curves
 import log
 from base import disk, errors
 from base.ranks import Ranks
-from config import parse_args
 from job.job import Clock, logger, refuse_unusable, start_logging
 from log import Log
 from model import MODELS
@@ -73,13 +72,6 @@ def record(run: Log, step: int, loss=2.5, **values) -> None:
 
 
 # ---- lines
-
-
-@pytest.mark.parametrize("seq_len, name", [(8, ""), (9, ", boolean mask")])
-def test_the_kernel_of_windows_is_named_if_rows_are_longer(seq_len, name):
-    config = parse_args(f"--model tiny-olmo3 --seq_len {seq_len} --attention sdpa --dtype fp32".split())
-    kernels = log.attention_kernel(config, SimpleNamespace(separate=False), torch.device("cpu"))
-    assert kernels == f"sdpa, flash_attention{name}"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -208,11 +200,6 @@ def test_resume_removes_later_records(tmp_path, passes):
 def test_clock_parts_nest_and_add_up(passes):
     clock = Clock()
     passes(1.0)
-    clock.switch("compile")
-    passes(2.0)
-    with clock.part("data"):
-        passes(4.0)
-    passes(8.0)
     clock.switch("steps")
     with contextlib.suppress(KeyError), clock.part("evaluation"):
         passes(16.0)
@@ -220,11 +207,10 @@ def test_clock_parts_nest_and_add_up(passes):
             passes(32.0)
         raise KeyError
     passes(64.0)
-    assert clock.seconds("compile") == 10 and clock.seconds("saves") == 0
     found = re.fullmatch(r"Time taken: ([\d.]+) seconds \((.*)\)", clock.report())
     parts = {name: float(seconds) for name, seconds in (part.split() for part in found[2].split(", "))}
-    assert parts == {"start": 6, "compile": 10, "data": 36, "evaluation": 16, "steps": 64}
-    assert float(found[1]) == sum(parts.values()) == 5 + 127
+    assert parts == {"start": 6, "data": 32, "evaluation": 16, "steps": 64}
+    assert float(found[1]) == sum(parts.values())
 
 
 # ---- curves
@@ -244,27 +230,6 @@ def drawn_lines(save: mock.Mock) -> dict[str, list]:
     return {names[axis.get_title(loc="left")]: [line.get_xydata() for line in axis.get_lines()] for axis in axes}
 
 
-def test_curves_are_drawn_by_another_process(tmp_path, passes, monkeypatch, caplog):
-    """At most once a minute, and at the end, where a drawing that fails is reported."""
-    run, started = make_log(tmp_path), []
-    process = mock.Mock(wait=lambda: 1)
-    monkeypatch.setattr(log.subprocess, "Popen", lambda *_, **__: started.append(process) or process)
-    for seconds, count in ((0, 1), (30, 1), (40, 2)):
-        passes(seconds)
-        run.draw()
-        assert len(started) == count
-    monkeypatch.setattr(logger, "propagate", True)
-    with run:
-        pass
-    assert len(started) == 3 and f"curves.png was not drawn; `python log.py plot {tmp_path}`" in caplog.text
-
-
-def test_the_mean_loss_is_of_the_records_around(tmp_path):
-    chosen = curves._select([{"step": i, "loss": float(i * i)} for i in range(1000)] + [{"step": 1000, "save_ms": 1.0}])
-    assert chosen[500]["mean_loss"] == sum(i * i for i in range(490, 511)) / 21
-    assert chosen[0]["mean_loss"] == sum(i * i for i in range(11)) / 11 and len(chosen) == 1000
-
-
 def test_runs_are_drawn_over_each_other(tmp_path):
     losses = [10.0 - i % 7 for i in range(200)]
     one, two = write_run(tmp_path / "one", losses, 100), write_run(tmp_path / "two", [3.0], 50)
@@ -273,11 +238,9 @@ def test_runs_are_drawn_over_each_other(tmp_path):
     line, mean, *second = drawn_lines(save)["loss"]
     assert line[-1].tolist() == [200 * 100, losses[-1]]  # over tokens, as steps may differ
     assert [points.tolist() for points in second] == [[[50, 3.0]]] * 2
-    assert min(mean[20:, 1]) > 4 and max(mean[20:, 1]) < 10
-    empty = write_run(tmp_path / "empty", [], 1)
-    for folder, out, message in ((tmp_path, "a.png", "no step"), (empty, "a.png", "no step")):
-        with pytest.raises(errors.UserError, match=message):
-            log.main(["plot", str(folder), "-o", str(tmp_path / out)])
+    assert mean[100, 1] == pytest.approx(sum(losses[98:103]) / 5)
+    with pytest.raises(errors.UserError, match="no step"):
+        log.main(["plot", str(tmp_path)])
 
 
 # ---- files
@@ -303,13 +266,6 @@ def test_output_that_nobody_takes(reader, size, status, message):
     done = subprocess.run(["bash", "-c", command, code], cwd=disk.ROOT, capture_output=True, text=True)
     assert done.stdout.split()[-1].lstrip("x") == status
     assert done.stderr.startswith(message) and done.stderr.count("\n") == bool(message)
-
-
-def test_output_whose_encoding_lacks_a_character():
-    code = r"from base.errors import run_script; run_script(lambda argv: print('\xe9 \u20ac \udc80'))"
-    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=disk.ROOT, env=env, capture_output=True, check=True)
-    assert done.stdout == b"\xe9 \\u20ac \\udc80\n"
 
 
 # ---- trackers
@@ -354,13 +310,9 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
     wandb_run.finish.assert_called_once_with()
 
 
-def test_trackers_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
-    for name in ("tensorbord", ""):
-        with pytest.raises(errors.UserError, match=f"tracker {name!r}: expected tensorboard or wandb,"):
-            refuse_unusable([name])
-    (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(errors.UserError, match="--track tensorboard: .*tensorboard"):
-        log.open_tracker("tensorboard", tmp_path)
+def test_trackers_that_cannot_be_used_are_refused(monkeypatch):
+    with pytest.raises(errors.UserError, match="tracker 'tensorbord': expected tensorboard or wandb,"):
+        refuse_unusable(["tensorbord"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match="pip install tensorboard wandb"):
         refuse_unusable(["wandb"])
@@ -378,5 +330,3 @@ def test_a_profiled_run(tmp_path, text):
         names = {event.get("name", "") for event in json.load(f)["traceEvents"]}
     assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#3", "ProfilerStep#4"}
     assert {"aten::mm", "part: data", "gloo:all_reduce"} < names
-    with pytest.raises(errors.UserError, match="--profile 3 needs --steps 6"):
-        parse_args(["--steps", "5", "--profile", "3"])

@@ -22,31 +22,6 @@ from hf.weights import export_model
 from model import Transformer
 from test_shard import fill, skip_plots
 
-# As many records as its first argument says; then it hangs.
-TRAINER = """
-import json, pathlib, sys, time
-out = pathlib.Path(sys.argv[2].removeprefix("--out="))
-out.mkdir()
-for step in range(int(sys.argv[1])):
-    record = {"step": step, "loss": 6.0 - step, "tok_per_s": 10.0 + step}
-    print(json.dumps(record), file=open(out / "metrics.jsonl", "a"))
-sys.exit("no memory") if step < 4 else time.sleep(60)
-"""
-
-
-def test_contenders_take_turns_until_their_last_record(tmp_path, monkeypatch, capfd):
-    (tmp_path / "trainer.py").write_text(TRAINER)
-    contenders = {"a": [tmp_path / "trainer.py", "5"], "b": [tmp_path / "trainer.py", "9"]}
-    monkeypatch.setitem(run.CONTENDERS, "speed", contenders)
-    rows = [*run.bench_training("speed", [])]
-    assert [(row["turn"], row["contender"]) for row in rows] == [(turn, name) for turn in (1, 2, 3) for name in "ab"]
-    assert {(row["tokens/s"], row["ratio"], row["loss"], row["mfu"]) for row in rows} == {(13.0, 1.0, 2.0, None)}
-    contenders["b"][1] = "2"
-    with pytest.raises(Failure, match="ended after 2 records"):
-        run.main(["speed"])
-    printed, message = capfd.readouterr()
-    assert '{"turn": 1, "contender": "a", "tokens/s": 13.0, "ratio": 1.0,' in printed and "no memory" in message
-
 
 def test_transformers_takes_the_same_first_steps(tmp_path, monkeypatch):
     skip_plots(monkeypatch.setattr)
@@ -115,7 +90,6 @@ def test_the_tolerance_catches_deliberate_mistakes(mistake, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("losses, message, tolerated", [
     ([3.0, 2 + 2**-20, 1.5, 1.5, 1.5, 1.5], r"loss of step 2 is 2.00000095\d*, recorded 2.0", True),
-    ([3.0, 2 + 2**-17, 1.5, 1.5, 1.5, 1.5], "loss of step 2 is", False),
     ([3.0, 2.0, 1.5, 1.5, 1.5, 1.7], "loss of step 6 is", False),
     ([3.0, float("nan"), 1.5, 1.5, 1.5, 1.5], "loss of step 2 is nan, recorded 2.0", False),
 ])  # fmt: skip
@@ -128,7 +102,7 @@ def test_the_first_figure_that_differs_is_named(losses, message, tolerated):
 def test_comparisons_and_records(tmp_path, monkeypatch, capsys):
     for name in ("RECORD", "CPUINFO"):
         monkeypatch.setattr(golden, name, tmp_path / name)
-    sets = {"avx2": {LLAMA: RUN}, "default": {LLAMA: RUN}}
+    sets = {"avx2": {LLAMA: RUN}}
     golden.RECORD.write_text(json.dumps({"torch": golden.TORCH, "makers": {"B": {"sets": sets}}}))
 
     def says(words: str, val_loss: float, expected: str) -> None:
@@ -143,9 +117,3 @@ def test_comparisons_and_records(tmp_path, monkeypatch, capsys):
     says("", 1.75001, "with avx2, compared bit for bit\nno differences")
     with pytest.raises(Failure, match="(?s)val_loss of step 60 is 1.75002, recorded 1.75001\n.*--record"):
         says("", 1.75002, "")
-    golden.CPUINFO.write_text("Features\t: fp asimd\n")
-    says("", 1.75001, "on unknown with default, compared within tolerances, .* on B with default")
-    monkeypatch.setattr(golden, "TORCH", "9.9")
-    says("", 1.75001, "torch 9.9 on unknown with default, compared within tolerances, .* of torch [^9]")
-    says("--record", 1.75001, "")
-    assert list(json.loads(golden.RECORD.read_text())["makers"]) == ["unknown"]

@@ -1,7 +1,6 @@
 """How an attempt is judged, what is asked of hosts, and the list of hosts: without a launch."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -74,12 +73,8 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
 
 BUG = "Traceback\nKeyError: 'x'"
 CODES = {  # how a rank without error.json ended -> order
-    -9: node.KILLED,
-    -11: node.KILLED,
-    -15: node.FOLLOWED,
-    -6: node.FOLLOWED,
-    3: node.KILLED,
-}
+    -9: node.KILLED, -11: node.KILLED, -15: node.FOLLOWED, -6: node.FOLLOWED, 3: node.KILLED,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("status", [1, -9, 0])
@@ -279,10 +274,8 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path):
     python, parcel = tmp_path / "python", tmp_path / "parcel"
     python.write_text('#!/bin/sh\necho "$MARK $OMP_NUM_THREADS $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"\n')
     python.chmod(0o755)
-    request = dict(
-        out=str(tmp_path), label="a", id="x", cwd=str(tmp_path), python=str(python), words=[], node=0, port=1
-    )
-    request |= dict(first="127.0.0.1", last="127.0.0.1", nodes=1)
+    request = {"out": str(tmp_path), "label": "a", "id": "x", "cwd": str(tmp_path), "python": str(python), "words": []}
+    request |= {"node": 0, "port": 1, "first": "127.0.0.1", "last": "127.0.0.1", "nodes": 1}
     clean = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
     for slots, given, threads in ((1, {}, ""), (2, {}, share), (2, {"OMP_NUM_THREADS": "7"}, "7")):
         node.write_json(parcel, request | {"slots": slots, "env": given | {"MARK": "marked"}})
@@ -304,13 +297,8 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
 
     monkeypatch.setattr(Supervisor, "attempt", attempt)
     supervisor.run()
-    assert log(supervisor).splitlines() == [
-        "Relaunching from step-00000004 in 0 s: try 1 of 1 without progress",
-        "Relaunching from step-00000007 in 0 s: try 1 of 1 without progress",
-    ]
-    assert (
-        node.read_json(supervisor.out / "status.json")["message"] == "what 7"
-    )  # of `waiting`: `attempt` records the end
+    assert re.findall("from step-(.*) in", log(supervisor)) == ["00000004", "00000007"]
+    assert not list(steps)
 
 
 def test_a_full_disk_is_named(supervisor, monkeypatch):
@@ -336,22 +324,3 @@ def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
     node.write_json(disk / "status.json", {"state": "failed"})
     assert node.read_json(disk / "status.json") == {"state": "failed"}
     assert {path.name for path in disk.iterdir()} == {"status.json", "data"}
-
-
-@pytest.mark.parametrize("answer, problem", [
-    ({}, ""), ({"problems": ["lacks tmux"]}, "✗ c: lacks tmux"), ({"exit": 1, "err": "Error\nno GPU\n"}, "✗ c: no GPU"),
-    ({"silent": "no answer"}, "✗ c: c does not answer: no answer"),
-])  # fmt: skip
-def test_doctor_shows_what_it_measured_and_every_problem(monkeypatch, capsys, answer, problem):
-    def call(host, job, operation, patience, command):
-        facts = {"torch": "2.13", "TFLOP/s": [700, 690], "MB/s": 5000, "attention": "sdpa", "problems": []}
-        more = answer if host.name == "c" else {}
-        host.last = {"exit": 0, "out": f"a note\n{json.dumps(facts | more)}\n"} | more
-        return host.last
-
-    monkeypatch.setattr(doctor, "survey", lambda hosts, job: job.update(check=["check"], first="a", last="c", nodes=3))
-    monkeypatch.setattr(Host, "call", call)
-    assert doctor.verb_doctor(["--hosts", "a,b,c"]) == bool(problem)
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert all(re.fullmatch(r"[abc] +2.13 +sdpa +5000 +\[700, 690\]", row) for row in rows[:2])
-    assert "\n".join(rows[3:]).startswith(problem) and len(rows[3:]) == bool(problem)

@@ -258,13 +258,9 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
 
 
 @pytest.mark.parametrize("words, message", [
-    (["recipe"], "'recipe' is not a verb: train setup recipes"), (["recipes/default.args"], "A recipe begins with @"),
-    (["status", "--out", "runs/absent"], "runs/absent is not a run folder"), (["logs", "--nproc", "1"], "--nproc"),
+    (["recipe"], "'recipe' is not a verb: train setup recipes"), (["logs", "--nproc", "1"], "--nproc"),
     (["logs"], "runs is not a run folder"), (["--end", "mistake"], "error: found a mistake"),
-    (["--nproc", "0"], "0 must be at least 1"), (["--hosts", ""], "'' is not a host"),
-    (["sync", "--hosts", ""], "'' is not a host"), (["status", "--out", ""], " is not a run folder"),
-    (["--retries", ""], "--retries"), (["", "--steps", "1"], "'' is not a verb"),
-    (["stop", "--out", "launch"], "launch is not a run folder"), (["recipes", "x"], "recipes takes no arguments"),
+    (["sync", "--hosts", ""], "'' is not a host"), (["stop", "--out", "launch"], "launch is not a run folder"),
 ])  # fmt: skip
 def test_mistakes_end_with_2_and_one_message(checkout, words, message):
     status, out, err = checkout.launch(*words)
@@ -273,12 +269,9 @@ def test_mistakes_end_with_2_and_one_message(checkout, words, message):
     assert not (checkout.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("words, shown", [
-    ("--help", "--nproc N"), ("help", "--nproc N"), ("train -h", "--nproc N"),
-    ("setup", f"torch {version('torch')}: "),
-])  # fmt: skip
-def test_verbs_that_start_nothing(checkout, words, shown):
-    assert shown in checkout.says(*words.split())
+def test_verbs_that_start_nothing(checkout):
+    assert "--nproc N" in checkout.says("train", "-h")
+    assert f"torch {version('torch')}: " in checkout.says("setup")
 
 
 # A Python without packages, whose `-m venv` makes an environment whose pip finds no torch for CPUs.
