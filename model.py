@@ -67,6 +67,14 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
 class Attention(nn.Module):
+    """Grouped-query attention: H / K query heads share one key head and one value head. With H = 8 and K = 2:
+
+        query heads              0 1 2 3 | 4 5 6 7
+        key and value heads         0    |    1
+
+    K = H is plain multi-head attention. A smaller K makes keys, values and a cache of them H / K times smaller.
+    qkv_proj computes all of them at once: its rows are H heads of q, then K heads of k, then K heads of v."""
+
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = H, K, h = config.n_heads, config.n_kv_heads, config.head_dim
@@ -125,6 +133,7 @@ class GeluMLP(nn.Module):
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [n, in] sorted by expert, weight [E, out, in], ends int32 [E] (row where each expert's tokens end) -> [n, out].
+    In Mixtral 8x7B, 4,096 tokens with two experts each: x [8192, 4096], weight [8, 28672, 4096], ends [8].
 
     bf16 with rows of 16-byte multiples runs as one grouped kernel, without a host synchronisation; anything else as a
     loop with equal results, which reads `ends` on the host."""
@@ -183,6 +192,12 @@ class MoE(nn.Module):
         if used is not None:
             chosen = (experts.view(B, T, -1, 1) == torch.arange(E, device=x.device)) & used[..., None, None]
             routed = torch.stack((chosen.sum((1, 2)).float(), (probabilities.view(B, T, E) * used[..., None]).sum(1)))
+        # Sort the N k assignments by expert, so that each expert multiplies consecutive rows. N = 4, k = 2, E = 3:
+        #     experts of tokens 0 ... 3    0 2 | 1 0 | 2 1 | 0 1
+        #     order, by expert             0 3 6 | 2 5 7 | 1 4       places in the line above
+        #     order // k                   0 1 3 | 1 2 3 | 0 2       the tokens that each expert gets
+        #     ends                         3, 6, 8
+        # `back` undoes the order. Then the k outputs of a token are side by side again, and are added by their scores.
         experts, order = experts.flatten().sort(stable=True)
         back = order.argsort()
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
@@ -223,12 +238,25 @@ class Block(nn.Module):
 
 # Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little if a
 # chunk may have 5 times as many bytes as the gradient. Its limit is between CHUNK_BYTES / 5 and CHUNK_BYTES.
+#
+# Example: Llama 3 8B has a vocabulary of V = 128,256 and D = 4,096. A batch of 8 rows of 2,048 tokens has N = 16,384.
+#     all logits at once      2 N V = 3.9 GiB in bf16, and 7.8 GiB if they were also kept in fp32
+#     the weight's gradient   4 V D = 2.0 GiB. Five times that is above the limit, so the limit is 2^29 = 512 MiB
+#     rows of a chunk         2^29 / (2 V) = 2,092, and 2,048 as a power of two: 8 chunks of 501 MiB
 CHUNK_BYTES = 2**29
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     """Cross-entropy (fp32 [n], 0 for ignored targets) of logits [n, V] against targets [n]. grads: the gradient of its
-    sum overwrites the logits. The compiled function needs no other memory of this size."""
+    sum overwrites the logits. The compiled function needs no other memory of this size.
+
+    With x the logits of a token, t its target and p = softmax(x):
+
+        loss = -log p[t] = lse - x[t]                      lse = log sum_j exp(x[j])
+        d loss / d x[i] = exp(x[i]) / sum_j exp(x[j]) - (i == t) = p[i] - onehot[i]
+
+    For x = (2, 1, 0) and t = 0: p = (0.67, 0.24, 0.09), the loss is 0.41 and the gradient (-0.33, 0.24, 0.09). A value
+    of the gradient needs its own logit and two numbers of the row, lse and t. So it can take its logit's place."""
     trained = (targets != IGNORE)[:, None]
     picked = targets.clamp(min=0)[:, None]
     x = logits.float()
@@ -236,7 +264,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     loss = torch.where(trained, lse - x.gather(1, picked), 0.0)
     if not grads:
         return loss[:, 0]
-    target_grad = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
+    # p[t] - 1. exp(-loss) is p[t]; expm1 keeps the digits that 1 would cancel where p[t] is nearly 1.
+    target_grad = torch.where(trained, torch.expm1(-loss), 0.0)
     lse = lse.masked_fill(~trained, math.inf)  # gives ignored targets a gradient of 0
     if torch.compiler.is_compiling():  # one loop that writes in place: a scatter, or a longer loop, would make a copy
         # cat makes the compiler store both; else the loop would compute them again for each column.
@@ -272,6 +301,10 @@ def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so only
     one chunk of the [N, V] logits exists at a time, and none is saved for the backward pass.
+
+    Let G [N, V] be the gradient of the summed loss with respect to the logits x W^T. Then dx = G W and dW = G^T x. A
+    chunk of rows gives its own rows of dx and adds its part to dW. The backward pass only multiplies both by the
+    gradient of the sum, which is 1 in training.
 
     Cross-entropy sees the V columns of the vocabulary. `padded` adds columns of zeros, which it does not touch: so they
     are zero in the gradient of the logits, too. The gradient of the weight leaves them out."""
@@ -334,7 +367,14 @@ class LossHead(nn.Module):
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Boolean [B, 1, T, T]: causal, and within the document. A document begins wherever the position is 0."""
+    """Boolean [B, 1, T, T]: causal, and within the document. A document begins wherever the position is 0.
+
+        positions      0 1 2 0 1           the key that is seen, from left to right
+        document       1 1 1 2 2           query 0    1 . . . .
+                                           query 1    1 1 . . .
+                                           query 2    1 1 1 . .
+                                           query 3    . . . 1 .
+                                           query 4    . . . 1 1"""
     document = (positions == 0).cumsum(1)
     same = document[:, :, None] == document[:, None, :]
     return same.tril()[:, None]
@@ -415,8 +455,11 @@ class Transformer(nn.Module):
 
             E sum_e (assignments to e / N L) (router probability of e / N L)    summed over all layers and used places
 
-        N: used places. routers [L, 2, B, E] -> (loss, Details.router_sums). Where ranks share the rows, each of n
-        returns an n-th of both."""
+    N: used places. The loss is k if every expert gets as many tokens as every other. It is larger if an expert has
+    many tokens and large probabilities. Its gradient reaches the router through the probabilities, because a count has
+    none.
+
+    routers [L, 2, B, E] -> (loss, Details.router_sums). Where ranks share the rows, each of n returns an n-th of both."""
         L, _, _, E = routers.shape
         n = self.part.count
         assignments, probabilities = self.part.gather(routers).sum(0).sum(2).unbind(1)  # [L, E] each
@@ -459,8 +502,18 @@ INIT_CHUNK = 2**20  # elements per generator
 
 
 def initial_std(config: ModelConfig, name: str) -> float | None:
-    """Standard deviation of a parameter's initial values by its name; None: a norm's weight (ones); 0: a bias (zeros).
-    Projections into the residual stream are scaled by 1 / sqrt(2 L), as in GPT-2."""
+    """Standard deviation of a parameter's initial values by its name; None: ones.
+
+        name                                                         initial values
+        embed_tokens, embed_positions, lm_head                       normal, init_std
+        qkv_proj, gate_up_proj, up_proj, gate (the router)           normal, init_std
+        o_proj, down_proj                                            normal, init_std / sqrt(2 L)
+        weights of norms                                             1
+        biases                                                       0
+
+    The outputs of o_proj and down_proj are added to the residual stream, twice in each of L layers. Variances of
+    independent values add up. So 2 L outputs whose variance is divided by 2 L add as much as one, at any depth
+    (GPT-2). Values of a normal distribution are not cut off. hf/lora.py has the initial values of adapters."""
     if name.endswith("bias"):
         return 0.0
     if name.endswith("norm.weight"):
