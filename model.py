@@ -367,14 +367,17 @@ class LossHead(nn.Module):
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Boolean [B, 1, T, T]: causal, and within the document. A document begins wherever the position is 0.
+    """Boolean [B, 1, T, T]: causal, and within the document. A document begins wherever the position is 0. For one row
+    with documents of 3 and 2 tokens:
 
-        positions      0 1 2 0 1           the key that is seen, from left to right
+        positions      0 1 2 0 1           the keys that are seen (1), from left to right
         document       1 1 1 2 2           query 0    1 . . . .
                                            query 1    1 1 . . .
                                            query 2    1 1 1 . .
                                            query 3    . . . 1 .
-                                           query 4    . . . 1 1"""
+                                           query 4    . . . 1 1
+
+    On a GPU the packed back-ends never build it (see shapes.document_begins)."""
     document = (positions == 0).cumsum(1)
     same = document[:, :, None] == document[:, None, :]
     return same.tril()[:, None]
@@ -455,11 +458,12 @@ class Transformer(nn.Module):
 
             E sum_e (assignments to e / N L) (router probability of e / N L)    summed over all layers and used places
 
-    N: used places. The loss is k if every expert gets as many tokens as every other. It is larger if an expert has
-    many tokens and large probabilities. Its gradient reaches the router through the probabilities, because a count has
-    none.
+        N: used places. The loss is k if every expert gets as many tokens as every other. It is larger if an expert has
+        many tokens and large probabilities. Its gradient reaches the router through the probabilities, because a count
+        has none.
 
-    routers [L, 2, B, E] -> (loss, Details.router_sums). Where ranks share the rows, each of n returns an n-th of both."""
+        routers [L, 2, B, E] -> (loss, Details.router_sums). Where ranks share the rows, each of n returns an n-th of
+        both."""
         L, _, _, E = routers.shape
         n = self.part.count
         assignments, probabilities = self.part.gather(routers).sum(0).sum(2).unbind(1)  # [L, E] each

@@ -14,7 +14,9 @@ guard against non-finite gradients cost no pass over memory, except for the norm
 
 An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
 in every step; the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically: up
-with the probability that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed, step, parameter,
+with the probability that keeps the mean (arXiv 2010.06192). Between 1 and 2, bf16 has a value every 2^-7 = 0.0078. An
+update of 0.0001 at 1.0 would always be rounded away. With stochastic rounding it moves the parameter by 0.0078 in one
+step of 78, which is 0.0001 a step on average. The random bits are a hash of (seed, step, parameter,
 position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
 
 import hashlib
@@ -61,7 +63,10 @@ class Gradients:
     def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """local_loss: this rank's loss, summed over its local_tokens trained tokens -> (loss, trained tokens, squared
         norm of the gradients), summed over all ranks with one all-reduce: fp32 scalars on the gradients' device. All
-        ranks must call."""
+        ranks must call.
+
+        Each rank squares the norm of its shards. The sum over the ranks counts every value once per replica, so it
+        is divided by their number."""
         self.local_loss = local_loss.to(self.device)
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
         chunk = 2**17 if self.device.type == "cpu" else 2**30
@@ -76,7 +81,17 @@ class Gradients:
     def check(self, step: int, wait: bool = False) -> None:
         """Waits for the step before and reads whether its update was skipped; with `wait`, also for this step. Raises
         Failure after a skipped update; with --on_nonfinite skip, warns, and raises it after SKIPS in a row. Call it
-        once a step; the outcome is the same on all ranks."""
+        once a step; the outcome is the same on all ranks.
+
+        Why the host reads one step late: it only starts kernels, and the GPU computes them afterwards.
+
+            host   start step 1 | start step 2, read flag 1 | start step 3, read flag 2 | start step 4, read flag 3
+            GPU           compute step 1            | compute step 2            | compute step 3            |
+
+        If the host read flag 2 right after it has started step 2, it would wait until step 2 is computed. The GPU
+        would then have nothing to do until the host has started step 3. One step late, the GPU still has a step to
+        compute while the host waits. This is safe, because the device itself skips the update of a bad step: no
+        later step sees its gradients. The vote to stop (job/job.py) is read one step late for the same reason."""
         flags = torch.stack((self.skip, self.local_loss)).to("cpu", non_blocking=True)  # into pinned memory
         copied = torch.get_device_module(self.device).Event()
         copied.record()
@@ -191,9 +206,9 @@ class Optimizer:
 
     def _update_chunk(
         self,
-        p: Tensor,  # [n], fp32 or bf16
+        p: Tensor,  # [n], fp32 or bf16; n is up to 2^18 = 262,144 uncompiled, 2^30 compiled
         gradient: Tensor,  # [n]
-        *state: Tensor,  # [n] each
+        *state: Tensor,  # [n] each; AdamW: exp_avg, exp_avg_sq
         seed: Tensor,  # int32 [2], see rounding_seed
         step: Tensor,  # scalar: the number of this update
         skip: Tensor,  # bool scalar
@@ -220,7 +235,14 @@ class Optimizer:
 
 
 class AdamW(Optimizer):
-    """AdamW. If parameters and state are fp32, torch's fused kernel computes it."""
+    """AdamW (arXiv 1711.05101). If parameters and state are fp32, torch's fused kernel computes it. In step t:
+
+        m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
+        p = p (1 - lr decay) - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    m and v begin at 0, so they are too small at first. If all gradients are g, then m = (1 - beta1^t) g, and the
+    division by 1 - beta1^t gives g. The ratio m / sqrt(v) is about 1 if a gradient keeps its sign and size, and small
+    if its sign changes. So lr is about the largest change of a parameter in a step, whatever the gradient's size."""
 
     state_names = ("exp_avg", "exp_avg_sq")  # torch's
     eps = 1e-8
@@ -294,14 +316,22 @@ def random_bits(n: int, seed: Tensor, step: Tensor) -> Tensor:
 
 def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """fp32 -> dtype, stochastically if it is bf16: the 16 bits that it lacks are the probability of rounding away from
-    zero. bits: the lower 16 are used."""
+    zero. bits: the lower 16 are used. A bf16 is the upper half of an fp32. If the lower half is 0x4000, a quarter of
+    2^16, then adding a random number below 2^16 carries into the upper half in a quarter of all cases."""
     if dtype != torch.bfloat16:
         return x.to(dtype)
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The rate of a step, counted from 1; a pure function, so that a resumed run needs no scheduler state."""
+    """The rate of a step, counted from 1; a pure function, so that a resumed run needs no scheduler state.
+
+        constant   /-----------      cosine    /--..                wsd     /-------
+                  /                           /      `.                    /        `.
+                 /                           /         `--                /           `.
+                 warm-up                     warm-up                      warm-up    decay_steps
+
+    `linear` is `cosine` with a straight line. wsd: warm-up, stable, decay (arXiv 2404.06395)."""
     warmup, steps, done = config.warmup, config.steps, step - 1
     if done < warmup:
         return config.lr * step / warmup
@@ -320,7 +350,8 @@ def learning_rate(config: Config, step: int) -> float:
 # ---- Muon
 
 MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300  # it rises linearly in the first steps
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # small singular values grow fast, large ones stay near 1
+# From kellerjordan.github.io/posts/muon; see `orthogonalize`.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 STACK_ELEMENTS = 2**28  # elements that a rank orthogonalizes at a time
 
 
@@ -343,8 +374,18 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """x [n, rows, columns] -> U V^T of each x = U S V^T, about: five Newton-Schulz iterations take each singular value
-    to between 0.7 and 1.2 (kellerjordan.github.io/posts/muon). A result does not depend on the others of its batch."""
+    """x [n, rows, columns], as [8, 4096, 14336] -> U V^T of each x = U S V^T, about: five Newton-Schulz iterations take
+    singular values to between 0.7 and 1.2. A result does not depend on the others of its batch.
+
+    The division by the norm takes all singular values into 0 ... 1. For y = U S V^T, the product y y^T y is U S^3 V^T.
+    So a y + b (y y^T) y + c (y y^T)^2 y changes each singular value s by itself, and keeps U and V:
+
+        s -> a s + b s^3 + c s^5       0.01 -> 0.034 -> 0.118 -> 0.400 -> 1.093 -> 0.699
+                                       0.50 -> 1.189 -> 0.896 -> 0.824 -> 0.938 -> 0.765
+
+    Near 0 a step multiplies s by a. The classical coefficients (1.5, -0.5, 0) converge to 1 exactly, but after five
+    steps from 0.01 they have reached 0.076. These three have a large a instead, and in return s only stays near 1.
+    That is enough: all directions of the update get about the same length. Smaller ones than 0.01 get less."""
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]
     y = x.mT if tall else x

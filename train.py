@@ -7,7 +7,7 @@ file with its details.
 Every step reads this rank's micro-batches and computes the loss of each, summed over its trained tokens, and its
 gradients, which the backward pass also sums over the ranks. Then it divides by the global number of trained tokens,
 clips, and updates the parameters with AdamW or Muon. Between records Python runs one step ahead of the GPU, which
-therefore always has work.
+therefore always has work. `Gradients.check` in optim.py draws this as a time line.
 """
 
 import json
@@ -197,7 +197,19 @@ def train_step(
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm, each micro-batch with
-    its Details). Loss and norm count all ranks: fp32 scalars on the gradients' device. All ranks must call."""
+    its Details). Loss and norm count all ranks: fp32 scalars on the gradients' device. All ranks must call.
+
+    Losses and gradients are sums over trained tokens. They are divided once, by the trained tokens of all ranks and
+    micro-batches. Suppose rank 0 trains on 10 tokens and rank 1 on 1,000:
+
+                              rank 0    rank 1    together
+        summed loss               30     2,000       2,030
+        trained tokens            10     1,000       1,010
+        mean                    3.00      2.00    2,030 / 1,010 = 2.01, not the means' mean of 2.50
+
+    In the means' mean, a token of rank 0 would count as much as 100 tokens of rank 1. It would also change with the
+    number of ranks and with the size of micro-batches; the quotient of sums does not. A gradient is a sum of its
+    tokens' gradients like the loss, so the same division makes it the gradient of 2.01."""
     weight_scales.refresh()  # of FP8, if there is some
     local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
@@ -213,6 +225,7 @@ def train_step(
     loss = loss_sum / tokens  # the mean over the trained tokens; without any it is NaN, and the update is skipped
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
     clip = gradients.config.clip
+    # Clipping multiplies the mean's gradient by clip / grad_norm if it is longer than clip: a divisor of at least 1.
     clip_divisor = (grad_norm / clip).clamp(min=1.0) if clip else 1.0
     gradients.skip = (~(loss.isfinite() & grad_norm.isfinite())).float()  # gradients.check reads it one step later
     optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=gradients.skip)
