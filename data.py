@@ -8,6 +8,13 @@ micro-batches and resumes do not change this, so the position is one integer. Th
 (dataset/rows.py), and each lane adds its position. In a mixture, `turns` decides which source gives the next sample.
 dataset/rows.py reads the rows.
 
+    two epochs of 5 rows, R = 4                   order of epoch 0          order of epoch 1
+    samples                                       0  1  2  3  4             5  6  7  8  9
+    rows, in another order each epoch             3  0  4  1  2             1  3  2  0  4
+    step                                          1  1  1  1  2             2  2  2  3  3
+
+A resume after step 2 begins with sample 8. It needs neither the rows before it nor the number of ranks.
+
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
     python data.py train-tokenizer --data FILES --vocab_size N --out DIR
@@ -53,7 +60,13 @@ CHECKED = 2**24  # tokens of a source whose ids are checked before the run
 @dataclass
 class Batch:
     """One micro-batch. Ranks that share rows have parts of the tokens and targets, and the positions and documents of
-    the whole rows."""
+    the whole rows. A packed row of two conversations, `a b C D` and `e F G`, whose capitals are the answers, in T = 8
+    places:
+
+        tokens        a  b  C | e  F | 0  0  0          a last token is a target only
+        targets       -  C  D | F  G | -  -  -          - is -100: not an answer's token, or nothing follows
+        positions     0  1  2 | 0  1 | 0  1  2
+        documents     0, 3, 5, 8, 8, ...                their starts, filled up with B T = 8"""
 
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64; -100: not trained on

@@ -11,6 +11,18 @@ computed from the current values of A. Recipes:
                its own row only. Each operand is cast along both of its dimensions.
     row_gw_hp  the same, with dW in the compute dtype: the most accurate.
 
+The scale in numbers. e4m3 has 4 bits of exponent and 3 of mantissa: its largest value is 448, its smallest 2^-9 =
+0.002, and from 2^-6 on rounding errs by at most 6 %. e5m2 gives one bit of the mantissa to the exponent: its largest
+value is 57,344, its smallest 2^-16, and from 2^-14 on rounding errs by at most 13 %.
+
+    amax 3.5       s = 448 / 3.5 = 128       0.01 s = 1.28 -> 1.25, and 1.25 / 128 = 0.0098: 2 % too small
+    amax 3,500     s = 0.128                 0.01 s = 0.00128 -> 2^-9, and 2^-9 / 0.128 = 0.0153: 53 % too large
+    no scale       1e-5 -> 0, because it is less than half of 2^-9: small gradients would vanish
+
+The second line has an outlier: one large value costs the small values that share its scale their precision. With a
+scale per row only the values of its row share it. A product of two operands carries both scales, (A sa) (B sb) = A B
+(sa sb), and is divided by both once, at the end.
+
 Quantization is made of plain aten operations, which the compiler fuses into the kernel that produces the operand.
 Weights are rounded to the compute dtype before they are quantized. Therefore a weight gives the same bits when its
 layer quantizes it, when `WeightScales` does so once per step, and when each rank quantizes its shard before FSDP
@@ -49,8 +61,9 @@ TINY = 2.0**-100  # least amax, so that zeros stay zeros; 1e-12 would flush smal
 
 
 def make_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """fp32, of amax's shape. An infinite amax gives 0 (and its operand NaN), a NaN gives NaN or inf: both reach the
-    product."""
+    """fp32, of amax's shape: 448 / amax for e4m3. power_of_two: rounded down, 128 stays and 100 becomes 64. The product
+    x scale then has the mantissa of x, and only the cast to FP8 rounds. An infinite amax gives 0 (and its operand NaN),
+    a NaN gives NaN or inf: both reach the product."""
     scale = torch.finfo(dtype).max / amax.float().clamp(min=TINY)
     if power_of_two:  # the exponent's bits alone; log2 is inexact on some devices
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -74,7 +87,8 @@ def column_major(x: Tensor) -> Tensor:
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a [M, K], row-major, b [K, N], column-major, / (scale_a scale_b) -> [M, N] of `dtype`.
+    """a [M, K], row-major, b [K, N], column-major, / (scale_a scale_b) -> [M, N] of `dtype`. For q, k and v of Llama 3
+    8B and 8,192 tokens: a [8192, 4096], b [4096, 6144], and with recipe row scales [8192, 1] and [1, 6144].
 
     scales: both 0-dim, or [M, 1] and [1, N]. fast: sums in the tensor cores' own, shorter accumulator. A GPU refuses
     other layouts, K or N that do not divide by MULTIPLE, and e5m2 x e5m2; a CPU does not."""
@@ -87,7 +101,8 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
 def grouped_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The rows of a [n, K] up to each of `ends` [E] by their own b[e] [K, N] -> [n, N]; scales [n, 1] and [E, 1, N].
+    """The rows of a [n, K] up to each of `ends` [E] by their expert's b[e] [K, N] -> [n, N]; scales [n, 1] and [E, 1,
+    N]. In Mixtral 8x7B, 4,096 tokens with two experts each: a [8192, 4096], b [8, 4096, 28672], ends [8].
 
     One kernel on a GPU. On a CPU a loop multiplies every row with every expert and keeps the products that belong
     together. Neither needs `ends` on the host."""

@@ -2,6 +2,12 @@
 
     w = LEVELS[code] * scale         scale: the largest magnitude of 64 consecutive values of a row, in fp32
 
+    a block with scale 0.4, four of its values      0.10   -0.31   0.00    0.40
+    divided by the scale                            0.25   -0.775  0.00    1.00
+    nearest level                                   0.246  -0.696  0.00    1.00
+    code                                           10       1      7      15        two bytes: 0xA1 0x7F
+    w                                               0.098  -0.278  0.00    0.40
+
 The 16 levels are the quantiles of a normal distribution, scaled to [-1, 1]. A value becomes the nearest level. Two
 codes share a byte, the first in its upper half. With the scales a weight takes 4.5 bits per value. The scales are not
 quantized themselves: that would save 0.4 bits of these.
@@ -29,7 +35,8 @@ LEVELS = (
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [out, in], in a multiple of BLOCK -> (uint8 [out, in / 2], fp32 [out, in / BLOCK])"""
+    """weight [out, in], in a multiple of BLOCK -> (uint8 [out, in / 2], fp32 [out, in / BLOCK]). Llama 3 8B's down_proj
+    [4096, 14336] becomes [4096, 7168] and [4096, 224]: 31.5 MiB instead of 112 in bf16."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))  # [out, in / BLOCK, BLOCK]
     scales = blocks.abs().amax(2)
     levels = torch.tensor(LEVELS, device=weight.device)
