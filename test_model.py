@@ -22,7 +22,7 @@ from hf.families import config_json
 from hf.weights import load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
-from test_shard import allocate, fill, peak_rss, run_ranks
+from test_shard import allocate, fill
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
 STRETCHED = RopeScaling(factor=8.0, original_seq_len=48)  # some frequencies fast, some slow, some between
@@ -278,18 +278,6 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, chunk_bytes, head_rows, d
         assert head(x, targets)[0].item() == pytest.approx(loss.item(), rel=bound / 8)
 
 
-def measure_loss() -> None:
-    head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(4, 256, 64, requires_grad=True)
-    before = peak_rss(reset=True)
-    head(x, torch.zeros(4, 256, dtype=torch.long))[0].backward()
-    print((peak_rss() - before) / 2**20)
-
-
-def test_peak_memory_does_not_hold_the_logits():
-    """1024 tokens x 65536 words: the fp32 logits alone are 256 MiB; the weight's gradient is 16 MiB."""
-    assert float(run_ranks(1, measure_loss)) < 192
-
-
 # ---- documents, causality, cache
 
 
@@ -451,25 +439,19 @@ def compare_with_naive(inputs: list[Tensor], mask: Tensor, call, bound: float) -
 
 def test_choose_backend(monkeypatch):
     """FlashAttention 3 takes varlen's place where it is installed."""
-    cpu, gpu, longest = ("cpu", "bf16", True), ("cuda", "bf16", True), attention.BLOCKED_MAX_TOKENS[True]
-    for compiled, tokens in attention.BLOCKED_MAX_TOKENS.items():
-        assert choose_backend("auto", "cpu", "bf16", compiled, tokens) == "blocked"
-    others = (*gpu, longest, 12), ("cuda", "fp32", True, longest), ("cpu", "fp32", True, longest), (*cpu, longest + 1)
-    for other in (*others, ("cpu", "bf16", False, longest)):
-        assert choose_backend("auto", *other) == "sdpa"
-        assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)
+    gpu, longest, active = ("cuda", "bf16", True), attention.BLOCKED_MAX_TOKENS[True], []
+    assert choose_backend("auto", "cpu", "bf16", True, longest) == "blocked"
+    for other in ((*gpu, longest, 12), ("cuda", "fp32", True, longest), ("cpu", "bf16", True, longest + 1)):
+        assert [choose_backend(name, *other) for name in ("auto", *BACKENDS)] == ["sdpa", *BACKENDS]
         for name in PACKED:
             with pytest.raises(UserError, match=f"--attention {name} needs a GPU"):
                 choose_backend(name, *other)
-    active = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
     for module in (None, "a spec"):
         monkeypatch.setattr(attention, "find_spec", {attention.FA3: module}.get)
-        assert choose_backend("auto", *gpu, 2048, 128) == "varlen"
-        assert choose_backend("sdpa", *gpu, 2048, 128) == "sdpa"
-    assert active == ["FA3"]
+        assert choose_backend("auto", *gpu, 2048, 128) == "varlen" and len(active) == bool(module)
     with pytest.raises(UserError, match="pip install flash-attn --no-build"):
         choose_backend("flash", *gpu, 2048)
 
@@ -498,9 +480,7 @@ def test_packed_kernels_get_the_documents(monkeypatch, heads, window, packed):
     def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
         calls.append(window_size)
         assert torch.equal(cu_q, cu_k) and (max_q, max_k) == (101, 101) and window_size[1] == 0
-        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
-        assert enable_gqa == (heads[0] != heads[1]) and cu_q[-1] == len(q)
-        assert cu_q.dtype == torch.int32 and (len(cu_q) % 64 == 0) == packed
+        assert enable_gqa == (heads[0] != heads[1]) and cu_q[-1] == len(q) and cu_q.dtype == torch.int32
         out = torch.empty_like(q)
         for a, z in zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False):
             if z > a:

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 
 import nf4
-from base.errors import UserError
-from base.ranks import ALONE
 from config import parse_args
 from hf import lora
 from hf.weights import export_model, load_model, open_adapter, open_weights
@@ -20,7 +18,6 @@ from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters, set_dtypes
 from test_shard import fill
 from test_train import FAST, train, values
-from train import build
 
 TOKENS = torch.randint(0, 258, (2, 32), generator=torch.Generator().manual_seed(0))
 BASE = replace(MODELS["tiny-llama"], ffn_dim=192)
@@ -134,25 +131,3 @@ def test_runs_agree_on_any_ranks_and_resume_bit_equal(base, tmp_path, text):
     read = open_adapter(tmp_path / "whole/adapter", config)
     fill_parameters(model, lora.merge(open_weights(base, BASE), read, config))
     assert torch.allclose(load_model(tmp_path / "whole/hf").logits(TOKENS), model.logits(TOKENS), atol=1e-5)
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    ("--quantize nf4", "--quantize has no effect without --lora"),
-    ("--lora 4 --quantize nf4", "tiny-llama has .* rows not divisible by 64"),
-    ("--lora 4 --quantize nf4 --model tiny-mixtral --lora_targets q", "tiny-mixtral has stacked experts"),
-])  # fmt: skip
-def test_what_cannot_be_quantized_is_refused(flags, message):
-    with pytest.raises(UserError, match=message):
-        parse_args(flags.split())
-
-
-@pytest.mark.gpu
-@pytest.mark.host
-def test_compiled_blocks_that_are_checkpointed_keep_no_products():
-    ranks = replace(ALONE, device=torch.device("cuda"))
-    words = "--model tiny-llama --dim 128 --n_heads 2 --n_kv_heads 1 --ffn_dim 320 --lora 4 --quantize nf4 --dtype bf16"
-    config = parse_args(f"{words} --checkpointing block --compile block --attention sdpa --seq_len 48".split())
-    model, tokens, kept = build(config, ranks, None), torch.zeros(1, 48, dtype=torch.int64, device="cuda"), []
-    with saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        model(tokens, tokens)
-    assert not [shape for shape in kept if len(shape) == 2 and shape[0] == 48 and shape[1] > 128]

@@ -1,8 +1,6 @@
 """The schedules against closed forms, the update against AdamW written out in fp64."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -211,25 +209,6 @@ def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
         results.append([p.cpu() for p in run_updates(model, optimizer, 3)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
-
-
-PRIVATE = re.compile(
-    r"\b(torch|dist|c10d)(\.\w+)*\._[a-z]|(import|from) torch[.\w]*\._[a-z]|from torch[.\w]* import.*\b_[a-z]"
-    r"|\._(foreach_\w+|local_tensor|cdata|version|fsdp\w*|get_fsdp_state|step_supports_amp_scaling)\b"
-)
-
-
-def test_private_names_of_torch_are_in_one_file():
-    root, found = Path(optim.__file__).parent, []
-    sources = [
-        p for folder in (".", "base", "hf", "dataset", "job", "launch", "bench") for p in (root / folder).glob("*.py")
-    ]
-    for path in sources:
-        if path.name != "torch_private.py" and not path.name.startswith("test_"):
-            lines = enumerate(path.read_text().splitlines(), 1)
-            found += [f"{path.name}:{n}: {line.strip()}" for n, line in lines if PRIVATE.search(line)]
-    assert not found, "\n".join(found)
-    assert PRIVATE.search((root / "base/torch_private.py").read_text())
 
 
 # ---- Muon

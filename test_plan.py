@@ -3,10 +3,8 @@
 import ctypes
 import gc
 import itertools
-import json
 import math
 import re
-import sys
 import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.flop_counter import FlopCounterMode
 
 import memory
 import plan
@@ -28,7 +25,7 @@ from base.ranks import ALONE, Ranks
 from base.tensors import local
 from config import parse_args
 from data import Batch
-from optim import Gradients, make_optimizer, matrices, orthogonalize
+from optim import Gradients, make_optimizer
 from test_shard import peak_rss, run_ranks
 
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if "each GPU: " in path.read_text())
@@ -149,23 +146,9 @@ def test_shared_rows_take_the_activations_of_their_part():
     assert all(0.99 < b / a < 1.15 for a, b in zip(whole, part, strict=True))
 
 
-def test_newton_schulz_takes_about_the_flops_that_torch_counts():
-    words = "--model tiny-mixtral --dim 512 --ffn_dim 1536 --optimizer muon"
-    config, cluster = plan.parse(words.split())
-    with FlopCounterMode(display=False) as counter:
-        for p, rows in matrices(plan.lora.meta_model(config)).items():
-            for part in p.view(-1, *p.shape[-2:]).split(rows, 1):
-                orthogonalize(part)
-    time = counter.get_total_flops() / (H100.tflops * 1e12 * H100.reach)
-    assert plan.seconds(config, cluster)["Newton-Schulz"] == pytest.approx(time, rel=0.3)
-
-
 @pytest.mark.parametrize("words, message", [
-    ("--network 0", "--network: 0 must be at least 0.001"), ("--gpus 0", "--gpus: 0 must be at least 1"),
-    ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
+    ("--gpus 0", "--gpus: 0 must be at least 1"), ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
     ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "unknown flag --layers"),
-    ("--gpuss 8", "--gpuss"),
-    ("--keep_every 3 --save_every 0", "--keep_every has no effect without --save_every"),
     ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
     ("--gpus 8 --compile model", "--compile model with several processes"),
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--compile block, not none"),
@@ -205,20 +188,12 @@ def test_the_guide_s_table_is_what_the_plan_says():
                 assert cell == output + " (too much)" * (size > 79.1), (words, gpus)
 
 
-def test_the_guides_figures_are_what_the_plan_says():
-    pages = {path.name: path.read_text("utf-8") for path in (ROOT / "guide").glob("*.md")}
-    rows = re.findall(r"\| `(@recipes/\S+)` \| (\d) x \d+ GB \| ([\d.]+) \|", pages["2-fine-tune.md"])
+def test_the_guide_s_recipes_need_what_the_plan_says():
+    page = (ROOT / "guide" / "2-fine-tune.md").read_text("utf-8")
+    rows = re.findall(r"\| `(@recipes/\S+)` \| (\d) x \d+ GB \| ([\d.]+) \|", page)
     assert len(rows) == 6
     for recipe, gpus, size in rows:
         assert size == f"{planned(f'{recipe} --gpus {gpus}').needs('GPU'):.1f}", recipe
-    words = "@recipes/llama3.1-405b.args --nodes 8 --gpus 8 --prefetch "
-    sizes = [planned(f"{words}{n}").needs("GPU") for n in range(3)]
-    expected = "predicts {:.1f} GiB per GPU with 0, {:.1f} with 1 and {:.1f} with 2".format(*sizes)
-    assert expected in " ".join(pages["4-405b-on-8-machines.md"].split())
-    flags = "--checkpointing block --param_dtype bf16 --state_dtype bf16"
-    run = planned(f"--model llama3.1-8b --seq_len 4096 --micro_batch 1 {flags}")
-    speed = re.search("with the three flags of its second row, is (.*) tokens/s", pages["memory.md"])[1]
-    assert speed == f"{4096 / run.seconds:,.0f}"
 
 
 def test_what_is_predicted_of_a_record(monkeypatch):
@@ -248,10 +223,3 @@ def test_known_peaks(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     flops, source = host.peak_flops(torch.device("cuda", 0), torch.bfloat16)
     assert flops == tflops * 1e12 and "data sheet" in source
-
-
-def test_environment_is_json():
-    environment = json.loads(json.dumps(host.describe_environment()))
-    assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
-    assert environment["python"] == sys.version.split()[0] and environment["devices"] and environment["command"]
-    assert environment["git"] is None or re.fullmatch("[0-9a-f]{40}", environment["git"])

@@ -184,8 +184,11 @@ def test_another_base_is_refused(run):
     ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o$"),
     ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection$"),
     ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
+    ("--quantize nf4", "--quantize has no effect without --lora"),
+    ("--lora 4 --quantize nf4", "tiny-llama has .* rows not divisible by 64"),
+    ("--lora 4 --quantize nf4 --model tiny-mixtral --lora_targets q", "tiny-mixtral has stacked experts"),
 ])  # fmt: skip
-def test_flags_that_ask_for_no_adapter_are_refused(flags, message):
+def test_flags_that_ask_for_no_adapter_or_no_base_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
         parse_args(flags.split())
 
