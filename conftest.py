@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 
+import fsspec
 import pytest
 
 from base.errors import prepare_python
@@ -60,6 +61,13 @@ def text_cache(tmp_path, monkeypatch):
     """A cache of tokenised text of the test's own."""
     monkeypatch.setattr("dataset.rows.CACHE", tmp_path / "cache")
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def empty_memory():
+    """Files of memory:// addresses end with their test."""
+    yield
+    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.fixture

@@ -49,6 +49,11 @@ def shard(path, tokens, kind=GPT2, **header):
     return path
 
 
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+    return path
+
+
 def headerless(path, tokens, dtype="<u2"):
     path.write_bytes(np.asarray(tokens).astype(dtype).tobytes())
     return path
@@ -76,11 +81,6 @@ def test_headers(tmp_path, kind, delimiter):
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
     c = config(headerless(tmp_path / "raw.bin", tokens, kind[2]), data_dtype=np.dtype(kind[2]).name)
     assert read(c) + read(c, "val") == tokens.tolist() and open_split(c, "train").delimiter is None
-
-
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
-    return path
 
 
 @pytest.mark.parametrize("make, pattern", [
@@ -139,10 +139,11 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
     descriptors = len(os.listdir("/proc/self/fd"))
     assert loader.sources[0].read(0, 30000).tolist() == [t for i in range(300) for t in range(i, i + 100)]
     assert len(os.listdir("/proc/self/fd")) - descriptors <= rows.OPEN_FILES
-    path = folder / ("index.json" if has_index else "train-00100.bin")
-    path.write_bytes(path.read_bytes().replace(b"00100.bin", b"00100.new") if has_index else bytes(1300)[:1224])
-    if not has_index:
-        shard(path, range(1, 101))
+    if has_index:
+        path = folder / "index.json"
+        path.write_text(path.read_text().replace("00100.bin", "00100.new"))
+    else:
+        shard(folder / "train-00100.bin", range(1, 101))
     assert make_loader(c).fingerprint != loader.fingerprint
     cut(folder / "train-00007.bin", 1222)
     assert "00007.bin" in refused(make_loader, c)
@@ -160,21 +161,18 @@ def test_what_is_held_out(tmp_path, name, is_val):
     assert read(config(a, b)) == [*range(train), *range(500, 500 + train * (not is_val))]
     assert read(config(a, b), "val") == [*range(train, 100), *range(600 - val, 600)]
     c = config(a, b, val_data=v)
-    assert sorted(read(c)) == [*range(100), *range(500, 500 + all_of_b)] and sorted(read(c, "val")) == [
-        *range(900, 1000)
-    ]
+    assert sorted(read(c)) == [*range(100), *range(500, 500 + all_of_b)]
+    assert sorted(read(c, "val")) == [*range(900, 1000)]
 
 
 def test_too_little_data(tmp_path, caplog):
     path = shard(tmp_path / "a.bin", range(20 * T))
     assert len(read(config(path, seq_len=19 * T - 1))) == 19 * T
-    assert re.search(
-        rf"train split .* {19 * T} tokens.* {19 * T + 1}:", refused(make_loader, config(path, seq_len=19 * T))
-    )
+    message = refused(make_loader, config(path, seq_len=19 * T))
+    assert re.search(rf"train split .* {19 * T} tokens.* {19 * T + 1}:", message)
     message = refused(open_alone, config(path, val_data=shard(tmp_path / "short.bin", range(T))))
     assert re.search(rf"val split of --val_data: {T} tokens.* {T + 1}:", message)
-    assert open_alone(config(path))[1] is None and "The val split of --data: " in caplog.text
-    assert "skips evaluation" in caplog.text
+    assert open_alone(config(path))[1] is None and "skips evaluation" in caplog.text
 
 
 @pytest.mark.parametrize("at, split", [(0, "train"), (178, "train"), (190, "val"), (198, "val")])
@@ -186,15 +184,6 @@ def test_ids_beyond_the_vocabulary(tmp_path, at, split):
     loader = make_loader(c, split=split)
     for message in (refused(open_alone, c), refused(lambda: [*zip(range(loader.epoch_rows), loader, strict=False)])):
         assert f"{second}: id 300" in message and "vocab_size is 300" in message
-
-
-def test_wrong_flags(tmp_path):
-    with_header, without = shard(tmp_path / "a.bin", range(400)), headerless(tmp_path / "b.bin", range(400))
-    open_alone(config(with_header, val_data=without, data_dtype="uint16"))
-    assert "--n: 0 must" in refused(main, ["show", "--n", "0"])
-    unknown = config(without, documents="separate", data_dtype="uint16")
-    assert "give --delimiter ID" in refused(open_alone, unknown)
-    assert "is for conversations" in refused(open_alone, config(with_header, chat_fields="a,b"))
 
 
 @pytest.mark.parametrize("piece", [500, 2**24])
@@ -217,16 +206,6 @@ def test_txt(tmp_path, monkeypatch, piece):
     c = config(tmp_path / "a.txt")
     train, val = read(c), read(c, "val")
     assert train[0] == val[0] == 256 and bytes(train[1:] + val[1:]) == raw and 0.03 < len(val) / len(raw) < 0.06
-
-
-def test_text_is_tokenised_again_when_it_changes(tmp_path, text_cache):
-    path = tmp_path / "own.txt"
-    path.write_text("first line\n" * 100)
-    assert len(read(config(path))) > 900 and [folder.name[:4] for folder in text_cache.iterdir()] == ["own-"]
-    before = path.stat()
-    path.write_text("other line\n" * 100)  # of the same size
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**6))
-    assert bytes(read(config(path))[1:11]) == b"other line"
 
 
 def test_built_in_text(tmp_path, monkeypatch):
@@ -398,6 +377,9 @@ def test_separate_documents(tmp_path, delimiter):
         assert batch.positions.tolist() == expected and batch.positions.dtype == torch.int64
     ((batch,),) = itertools.islice(make_loader(config(path, **flags)), 1)
     assert batch.positions is None
+    path = headerless(tmp_path / "b.bin", range(400))
+    unknown = config(path, documents="separate", data_dtype="uint16")
+    assert "give --delimiter ID" in refused(open_alone, unknown)
 
 
 @pytest.mark.parametrize("world_size, micro_batch", [(1, 6), (2, 3), (3, 2), (1, 2), (4, 1), (5, 1)])
@@ -428,8 +410,8 @@ def test_turns_have_exact_shares(weights):
         assert number[mine].tolist() == list(range(int(mine.sum())))  # none left out, none twice
         drift = np.abs(np.cumsum(mine) - np.arange(1, n + 1) * float(w / sum(weights))).max()
         assert drift < len(weights)  # not only in the long run: after every row
-    some = np.array([17, 4, 19_999, 10**12])
-    assert turns(some, weights)[0][:3].tolist() == source[some[:3]].tolist()
+    some = np.array([17, 4, 19_999])
+    assert turns(some, weights)[0].tolist() == source[some].tolist()
 
 
 def test_a_mixture(tmp_path):

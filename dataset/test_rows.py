@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -186,17 +185,6 @@ def test_validation_of_a_stream(tmp_path):
     assert all(torch.equal(torch.stack(rows), torch.stack(seen[0])) for rows in seen) and len(seen[0]) == 24
 
 
-@pytest.mark.parametrize("lanes", [3, 5])
-def test_an_address_gives_what_local_files_give(tmp_path, lanes):
-    """If there are fewer files than lanes, they are downloaded first."""
-    local, memory = write(tmp_path / "d", 3), fsspec.filesystem("memory")
-    for path in (tmp_path / "d").iterdir():
-        memory.pipe(f"/c4/{path.name}", path.read_bytes())
-    address = config("memory://c4/part.*.json.gz", lanes=lanes, stream="off")
-    assert run(address, 6)[0] == run(config(local, lanes=lanes), 6)[0]
-    memory.rm("/c4", recursive=True)
-
-
 # ---- the hub
 
 
@@ -338,11 +326,16 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
     return out
 
 
-def test_rows_are_what_the_template_renders(tmp_path):
+@pytest.mark.parametrize("prepared", [False, True])
+def test_rows_are_what_the_template_renders(tmp_path, prepared):
     """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them."""
-    tokenizer = load_tokenizer(_write(tmp_path / "tokenizer", tokenizer__json=_json("llama3")))
+    spec = _write(tmp_path / "tokenizer", tokenizer__json=_json("llama3"))
+    tokenizer = load_tokenizer(spec)
     template = chat_template(tokenizer, "llama")
     path = write_chats(tmp_path / "a.jsonl", conversations())
+    if prepared:
+        prepare_folder(find_files(str(path), ""), Encoder(spec), path := tmp_path / "out", 2000, 20)
+        assert len(list(path.glob("*.bin"))) > 2
     loader = make_loader(chat_config(path, tokenizer=tmp_path / "tokenizer", seq_len=700))
     expected = []
     for messages in (m for i, m in enumerate(conversations(), 1) if i % 20):  # the others are held out
@@ -394,12 +387,3 @@ def test_a_mixture_of_kinds(tmp_path):
         assert torch.equal(batch.positions[text_rows], torch.arange(256).expand(6, 256))
         assert (batch.targets[text_rows] >= 0).all() and (batch.targets[~text_rows] == -100).any()
     assert sum(b.sources.tolist().count(0) for (b,) in make_loader(c, split="val")) == 2
-
-
-def test_prepared_conversations(tmp_path):
-    """`prepare` keeps the mask."""
-    path = write_chats(tmp_path / "a.jsonl", conversations())
-    prepare_folder(find_files(str(path), ""), Encoder("bytes"), tmp_path / "out", 2000, 20)
-    assert len(list((tmp_path / "out").glob("*.bin"))) > 2
-    folder, files = make_loader(chat_config(tmp_path / "out")), make_loader(chat_config(path))
-    assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
