@@ -1,7 +1,6 @@
 """fp8.py. Oracles: fp64 products, bf16 layers for errors and saved memory, torch's meta functions for CUDA's rules, one
 process for several, the uncompiled code for the compiled."""
 
-import contextlib
 import itertools
 import re
 from dataclasses import replace
@@ -180,11 +179,7 @@ def test_experts_multiply_like_layers_of_their_own(device):
         torch.testing.assert_close(dw[e], own_dw, rtol=2**-7, atol=1e-2)
     bf16 = run_experts(grouped_matmul, x, w, ends, g)
     assert 0.02 < error(y, bf16[0]) < 0.05 and 0.02 < error(dx, bf16[1]) < 0.05 and error(dw, bf16[2]) < 0.004
-
-
-def test_the_grouped_kernel_gets_what_it_asks_for():
-    """On meta tensors, whose function has the rules of the kernel."""
-    x, w, g, ends = (t.to("meta") for t in expert_inputs())
+    x, w, g, ends = (t.to("meta") for t in expert_inputs())  # whose function has the rules of the grouped kernel
     y, dx, dw = run_experts(fp8._Experts.apply, x, w.float(), ends, g)
     assert (y.shape, dx.shape, dw.shape, dw.dtype) == (g.shape, x.shape, w.shape, torch.float32)
 
@@ -206,7 +201,6 @@ def test_what_is_converted():
     assert {n.split(".")[-1] for n, v in rows.items() if v == "fp8"} == {"qkv_proj", "gate_up_proj"}
     assert rows["layers.0.mlp.down_proj"] == "bf16: too small to become faster"
     rows, _ = on_meta("mixtral-8x7b", "tensor", skip=["layers.3", "mlp.down_proj"])
-    assert rows["layers.4.self_attn.qkv_proj"] == "fp8"
     skipped = ("layers.0.mlp.gate", "layers.3.self_attn.qkv_proj", "layers.4.mlp.gate_up_proj")  # experts go together
     assert {rows[name] for name in skipped} == {"bf16: skipped by name"}
     rows, model = on_meta("mixtral-8x7b", "tensor")
@@ -233,7 +227,7 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
 @pytest.mark.parametrize("ranks", [2, 3])  # three share 64, 128 and 352 rows unevenly
 def test_gathered_in_fp8_equals_gathered_in_bf16(ranks):
     code = """
-import contextlib, functools, test_fp8, train, types
+import contextlib, functools, train, types
 from test_parity import Cell, real_steps
 ranks, step, evaluated = init_ranks(), train.train_step, []
 run = types.SimpleNamespace(ranks=ranks, phase=lambda name: contextlib.nullcontext())
@@ -255,10 +249,6 @@ for changes in ways if size == 2 else [{}]:
     whole, half = (values(gather, **changes) for gather in (False, True))  # both compiled, or neither
     assert all(torch.equal(a, b) for a, b in zip(half, whole, strict=True)), changes
 assert run.layer.fp8_weight.untyped_storage().size() == 0 and run.layer.fp8_local.shape == (-(-64 // size), 176)
-train.train_step = step
-alone = real_steps(replace(cell, ranks=1, accumulate=cell.parts), ALONE)
-for a, b in zip(alone[0], whole, strict=False):
-    assert test_fp8.error(b, a) < 0.004
 """
     run_ranks(ranks, code)
 
@@ -311,12 +301,11 @@ def test_layers_compiled_or_quantized_once_per_step_give_the_same_bits(recipe, d
             assert torch.equal(a, b), error(b, a)
 
 
-def bytes_kept(recipe: str | None, compiled: bool) -> int:
+def bytes_kept(recipe: str | None) -> int:
     """For the backward pass of an MLP, without its parameters. None: in bf16."""
     saved, mlp = {}, make_mlp(recipe, dtype=BF16)
     torch._dynamo.reset()
-    if compiled:
-        mlp.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
+    mlp.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
 
     def keep(t):
         saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -329,17 +318,15 @@ def bytes_kept(recipe: str | None, compiled: bool) -> int:
 
 
 @recipes
-@pytest.mark.parametrize("compiled", [False, True])
-def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe, compiled):
-    """Under the partitioner that the compiler uses (weights as FSDP gathers them) and without it."""
-    assert 0 < bytes_kept(recipe, compiled) <= bytes_kept(None, compiled)
+def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe):
+    """Under the partitioner that the compiler uses (weights as FSDP gathers them)."""
+    assert 0 < bytes_kept(recipe) <= bytes_kept(None)
 
 
 def test_figures():
     x = torch.tensor([448.0, -448.0, 3.0, 2.0**-12, 0.0, 17.0, 1.0, 1.0])  # 17 lies between 16 and 18
-    saturated, flushed, count, signal, noise = fp8.figures(x, *fp8.quantize(x, E4M3)).tolist()
-    assert (saturated, flushed, count) == (2, 1, 8)
-    assert signal == pytest.approx(x.square().sum().item()) and noise == pytest.approx(1 + 2.0**-24)
+    figures = fp8.figures(x, *fp8.quantize(x, E4M3)).tolist()
+    assert figures == pytest.approx([2, 1, 8, x.square().sum().item(), 1 + 2.0**-24])
 
 
 @recipes
@@ -393,12 +380,9 @@ def test_flags_are_refused(flags, message, tmp_path, capsys):
         assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("capability, changes, refuses", [
-    ((8, 0), {}, "8, 9\\), not \\(8, 0"), ((8, 9), {"dtype": "fp32"}, "bf16, not fp32"), ((8, 9), {}, ""),
-    ((8, 9), {"compile": "none"}, "block, not none"),
-])  # fmt: skip
-def test_gpus_are_refused(monkeypatch, capability, changes, refuses):
-    config = replace(parse_args(["--fp8", "1"]), **{"dtype": "bf16", "compile": "block"} | changes)
+@pytest.mark.parametrize("capability, dtype", [((8, 0), "bf16"), ((8, 9), "fp32")])
+def test_gpus_are_refused(monkeypatch, capability, dtype):
+    config = replace(parse_args(["--fp8", "1"]), dtype=dtype, compile="block")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
-    with pytest.raises(UserError, match=refuses) if refuses else contextlib.nullcontext():
+    with pytest.raises(UserError, match=f"not {re.escape(str(capability))}.* not {dtype}"):
         fp8.check_run(config, torch.device("cuda"), 8)

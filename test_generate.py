@@ -113,23 +113,6 @@ def test_sampled_text_follows_the_logits():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_compiled_blocks_are_not_compiled_again():
-    """They run eagerly while sampling, where every length would be a new graph, and compiled before and after."""
-    torch._dynamo.reset()
-    model, graphs = make_model("llama2"), []
-    for block in model.layers:
-        block.compile(dynamic=False, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    tokens = random_tokens(2, 16)
-    steps = sample(model, tokens, 10, 128, temperature=0)
-    next(steps)
-    assert not graphs
-    model(tokens, tokens)
-    compiled = len(graphs)
-    assert len(list(steps)) == 9
-    model(tokens, tokens)
-    assert len(graphs) == compiled > 0
-
-
 # ---- folders
 
 
@@ -261,14 +244,6 @@ def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
         say(capsys, *words, "--prompt", "One", "Two")
 
 
-def test_chat_says_why_answers_are_cut(hub, capsys):
-    words = ["--run", str(hub("mixtral")[0]), "--chat", "--tokens", "1", "--prompt"]
-    main([*words, "a"])
-    assert "(stopped at token 1)" in capsys.readouterr().err
-    with pytest.raises(UserError, match="the model reads at most 512"):
-        main([*words, "a" * 999])
-
-
 @pytest.mark.parametrize("words, output", [([], "A list of words"), (["--chat"], "list of words")])
 def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, output):
     """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
@@ -371,6 +346,7 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
         f"--seed {2**64}")),
     ("--promt x", "did you mean --prompt"), ("--run {empty}", "config.json cannot be read"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
+    (f"--run {{llama3}} --chat --prompt {'q~' * 999}", "the model reads at most 512"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
     if "{run}" in words:

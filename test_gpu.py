@@ -109,21 +109,6 @@ def test_no_attention_keeps_all_probabilities(heads, dtype, separate):
 
 
 @host
-def test_offloaded_gradients_are_on_the_host_after_each_micro_batch():
-    """No unit keeps reduced gradients on the GPU for the next micro-batch."""
-    words = "--offload cpu --dim 1024 --ffn_dim 4096 --n_layers 8 --seq_len 64"
-    config, model, _ = make_model(words, mesh=True, compile="none")
-    batch = make_batch(config).to(CUDA)
-    size = 4 * sum(p.numel() for p in model.parameters())
-    for last in (False, True):
-        shard.prepare_backward(model, last)
-        before = torch.cuda.memory_allocated()
-        model(batch.tokens, batch.targets).backward()
-        assert all(p.grad.device.type == "cpu" for p in model.parameters())
-        assert torch.cuda.memory_allocated() - before < size / 8
-
-
-@host
 @pytest.mark.parametrize("mode, flags", [
     ("block", ""),
     ("block", "--checkpointing selective --documents separate"),

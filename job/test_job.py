@@ -217,7 +217,6 @@ def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_jso
     assert (status["state"], status["exit_code"], status["message"]) == ("error", 2, message)
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("] ")[1] for line in lines] == message.splitlines()
-    assert " E [job.py:" in lines[0]
     assert capsys.readouterr() == ("", f"error: {message}\nerror: a connection was reset\n")
     errors = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
     assert [error["order"] for error in errors] == [FOLLOWED, 0, FOLLOWED]

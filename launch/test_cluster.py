@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from base.errors import UserError
 from cluster import Supervisor
 from doctor import Host, read_hosts, settle
 
-LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
 NAME = os.uname().nodename
 
 
@@ -41,14 +39,10 @@ def test_hosts_files(monkeypatch, tmp_path, text, expected):
         with pytest.raises(UserError, match=re.escape(expected)):
             read_hosts(None)
     assert [h.name for h in read_hosts("a,b@c:22, d")] == ["a", "b@c:22", "d"]
-    for empty in ("", " ", ",", "a,", "a,,b"):
-        with pytest.raises(UserError, match="'' is not a host"):
-            read_hosts(empty)
 
 
 def test_addresses_are_those_that_connections_came_in_at():
     for connections, expected in (
-        ([None, None], ["127.0.0.1", "127.0.0.1"]),
         # this machine's own name means 127.0.1.1 to it, as on Debian
         (["127.0.0.1 5 127.0.1.1 22", "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
         ([None, "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
@@ -71,7 +65,6 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
     assert [(h.slots, h.devices) for h in hosts] == expected
 
 
-BUG = "Traceback\nKeyError: 'x'"
 CODES = {  # how a rank without error.json ended -> order
     -9: node.KILLED, -11: node.KILLED, -15: node.FOLLOWED, -6: node.FOLLOWED, 3: node.KILLED,
 }  # fmt: skip
@@ -127,7 +120,7 @@ JUDGEMENTS = {
     "an agent was killed, so all stopped": ("stopped", "", [FINE, KILLED], "failed", "rank 1 on b was killed"),
     "the user's mistake": ("error", "", [SIGNALLED, FINE], "error", ""),
     "the same, before it began": ("starting", "", [MISTAKE, LOST], "error", "no GPU"),
-    "a bug on one rank": ("failed", "", [LOST, end(2, "b failed", tail=BUG)], "failed", "b failed"),
+    "a bug on one rank": ("failed", "", [LOST, end(2, "b failed")], "failed", "b failed"),
     "rank 0 knew": ("failed", "", [LOST, FINE], "failed", "m"),
     "a machine restarted": ("failed", "", [LOST, GONE], "failed", "everything on b was gone"),
     "a cable was pulled": ("failed", "", [LOST, SILENT], "failed", "b does not answer"),
@@ -146,7 +139,6 @@ def supervisor(tmp_path):
 
 
 def write_status(supervisor, state: str, message: str = "m", attempt: str | None = "x") -> None:
-    """As rank 0 does."""
     status = {"state": state, "step": 7, "message": message, "attempt": attempt}
     node.write_json(supervisor.out / "status.json", status)
 
@@ -170,8 +162,6 @@ def test_how_an_attempt_is_judged(supervisor, status, asked, answers, state, out
     ended, message = supervisor.judge(cluster.first_error(hosts))
     assert ended == state
     assert output in message
-    if output == "b failed":
-        assert f"---- the end of f\n{BUG}" in log(supervisor)
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "finished"])
@@ -236,8 +226,6 @@ def test_a_host_that_is_silent_at_the_first_start_is_a_failure(supervisor, monke
 
 
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="no host '' in"):
-        cluster.verb_attach(tmp_path, SimpleNamespace(which=None))
     hosts = [asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"]
     files = [tmp_path / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
     for file in files:
@@ -247,41 +235,10 @@ def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, m
     monkeypatch.setattr(subprocess, "call", lambda command: command)
     for which, shown in (*zip("0123", ([file] for file in files), strict=True), ("b", files[2:])):
         assert cluster.verb_logs(tmp_path, SimpleNamespace(which=which))[2:] == shown
-    for which in ("4", ""):
-        with pytest.raises(UserError, match=f"no host '{which}'"):
-            cluster.verb_logs(tmp_path, SimpleNamespace(which=which))
+    with pytest.raises(UserError, match="no host '4'"):
+        cluster.verb_logs(tmp_path, SimpleNamespace(which="4"))
     command = cluster.verb_attach(tmp_path, SimpleNamespace(which="b"))
     assert command == ["ssh", "-t", "-v", "--", "ssh://me@b:22", "tmux attach -t =s"]
-
-
-def test_a_host_with_other_files_differs_and_further_ones_are_ignored(monkeypatch, tmp_path):
-    monkeypatch.setattr(node, "ROOT", tmp_path)
-    for name in ("train.py", "notes.txt"):
-        (tmp_path / name).write_text("old")
-    request = {"files": node.own_files(), "env": {}, "cwd": str(tmp_path)}
-    here = node.probe(request)["digest"]
-    (tmp_path / "old.py").touch()
-    assert node.answer("probe", request)["digest"] == here
-    (tmp_path / "train.py").write_text("new")
-    assert node.answer("probe", request)["digest"] != here
-    for missing in ({"cwd": "/no"}, {"files": ["no"]}):
-        assert "No such file or directory" in node.answer("probe", request | missing)["refused"]
-
-
-def test_what_an_agent_sets_for_its_ranks(tmp_path):
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    (tmp_path / "logs/a/x").mkdir(parents=True)
-    python, parcel = tmp_path / "python", tmp_path / "parcel"
-    python.write_text('#!/bin/sh\necho "$MARK $OMP_NUM_THREADS $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"\n')
-    python.chmod(0o755)
-    request = {"out": str(tmp_path), "label": "a", "id": "x", "cwd": str(tmp_path), "python": str(python), "words": []}
-    request |= {"node": 0, "port": 1, "first": "127.0.0.1", "last": "127.0.0.1", "nodes": 1}
-    clean = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
-    for slots, given, threads in ((1, {}, ""), (2, {}, share), (2, {"OMP_NUM_THREADS": "7"}, "7")):
-        node.write_json(parcel, request | {"slots": slots, "env": given | {"MARK": "marked"}})
-        command = [sys.executable, node.ROOT / "launch/node.py", "agent", parcel]
-        output = subprocess.check_output(command, env=clean, timeout=LIMIT, text=True)
-        assert output == f"marked {threads} =lo lo\n"
 
 
 def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monkeypatch):

