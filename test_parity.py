@@ -385,16 +385,13 @@ def test_the_short_table_and_a_short_fuzz(ranks):
     assert len(rows) == len(todo) and [row for row in rows if "WRONG" in row] == []
 
 
-# Two planted faults: each micro-batch of a step doubles what those before it have left; a model of one layer raises.
+# A planted fault: each micro-batch of a step doubles what those before it have left.
 DOUBLED = "train.shard.prepare_backward = lambda m, *_: [p.grad.mul_(2) for p in m.parameters() if p.grad is not None]"
-RAISING = "train.shard.prepare_backward = lambda model, *_: model.layers[1]"
 
 
-def test_a_cell_that_is_wrong_or_fails_is_told():
+def test_a_cell_that_is_wrong_is_told():
     wrong, right = compute([Cell(n_layers=1, accumulate=2), Cell(n_layers=1)], DOUBLED)
     assert "| WRONG | n_layers=1 accumulate=2" in wrong and "| ok | n_layers=1" in right
-    wrong, right = compute([Cell(n_layers=1), Cell(n_layers=2)], RAISING)
-    assert "| WRONG | n_layers=1: IndexError" in wrong and "| ok | n_layers=2" in right
 
 
 def main(argv: list[str]) -> bool:

@@ -134,8 +134,7 @@ def test_gpus_and_hosts_are_judged_apart(capsys):
     words = "@recipes/llama3.1-405b.args --gpus 8"
     _, out, _ = answer(capsys, f"{words} --host_gib 7000 --price 2")
     assert "it fits" in out and "of 7,000 GiB (--host_gib)\n" in out and " at $2 per GPU-hour" in out
-    both = plan.summary(planned(f"{words} --offload none"))
-    assert re.search("each GPU needs 8.. GiB, each host needs 4,560 GiB", both)
+    assert [*planned(f"{words} --offload none").lacking()] == ["GPU", "host"]
 
 
 def test_shared_rows_take_the_activations_of_their_part():
@@ -205,14 +204,6 @@ def test_what_is_predicted_of_a_record(monkeypatch):
         predicted = plan.predict_record(config, ranks)
         assert [*predicted] == names and all(0 < value < math.inf for value in predicted.values())
     assert predicted["mem_gib"] < 0.5
-
-
-def test_a_measured_peak():
-    state = torch.get_rng_state()
-    flops, source = host.peak_flops(torch.device("cpu"), torch.float32)
-    assert flops > 1e7
-    assert f"products in float32, {flops / 1e12:.3f} TFLOP/s" in source
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name, tflops", [

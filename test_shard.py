@@ -168,8 +168,9 @@ def test_both_loaders_give_every_rank_its_values():
     run_ranks(4, fill_on_every_mesh)
 
 
-def fail_in_reading() -> None:
-    ranks, shard.FILL_BYTES = init_ranks(), 4096
+def fail_in_reading(ranks: Ranks) -> None:
+    """An error of rank 0 while it sends weights is raised on all."""
+    shard.FILL_BYTES = 4096
 
     def read(name, slices):
         if name.startswith("layers.1."):
@@ -185,10 +186,6 @@ def fail_in_reading() -> None:
     nf4.convert(model.layers[1].self_attn.o_proj)
     with pytest.raises(Failure, match="Input/output error: 'layers.1."):
         shard.fill_parameters(model, read, "rank0", ranks, only_frozen=True)
-
-
-def test_an_error_of_rank_0_while_it_sends_weights_is_raised_on_all():
-    run_ranks(2, fail_in_reading)
 
 
 def measure_loading() -> None:
@@ -244,6 +241,7 @@ def meet_faults() -> None:
         on_every_rank(partial(fail, unsendable), ranks)
     with pytest.raises(UserError, match="^rank 1 on [^:]*: no such file$"):
         on_every_rank(partial(fail, UserError("no such file")), ranks)
+    fail_in_reading(ranks)
     mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
     set_timeout(1, ranks, shard.groups_of(mesh, None))
     for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
@@ -308,8 +306,8 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, dev
 
 
 @pytest.mark.parametrize("amx, avx512, name, dtype", [
-    (True, True, "Intel(R) Xeon(R) Processor", "bf16"), (False, True, "Intel(R) Xeon(R) Platinum 8369HC", "fp32"),
-    (False, True, "AMD EPYC 9R14", "bf16"), (False, False, "AMD EPYC 7R13", "fp32"),
+    (True, True, "Intel(R)", "bf16"), (False, True, "Intel(R)", "fp32"), (False, True, "AMD EPYC", "bf16"),
+    (False, False, "AMD EPYC", "fp32"),
 ])  # fmt: skip
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,7 @@ def test_a_run_leaves_all_that_it_promises_and_its_memory_stays_flat(tmp_path, t
     run = tmp_path / "run"
     flags = [*FAST, "--data", text, "--steps", 62, "--log_every", 5, "--eval_every", 20, "--save_every", 20]
     code = "import log; log.peak_flops = lambda *_: (1e12, 'not measured')"
-    run_code("", ["nothing"])  # starts what the processes are forked from
-    begin = time.perf_counter()
     done = train(*flags, "--sample_every", 30, "--prompt=7 and", "--out", run, env={"PLOTS": "yes"}, code=code)
-    wall = time.perf_counter() - begin
     files = "flags.json env.json status.json metrics.jsonl log.txt curves.png samples.txt checkpoints hf"
     assert {p.name for p in run.iterdir()} == set(files.split())
     status = json.loads((run / "status.json").read_text())
@@ -89,8 +85,6 @@ def test_a_run_leaves_all_that_it_promises_and_its_memory_stays_flat(tmp_path, t
     for output in (done.stdout, (run / "log.txt").read_text()):
         lines = re.findall(r"Batch (\d+) Loss: ([\d.]+), ", output)
         assert lines == [(str(r["step"]), f"{r['loss']:.5f}") for r in rows]
-        for said in ("Creating Model", "Created model with total parameters: 125504 (126 K)", "Created optimizer"):
-            assert said in output
     samples = [(r["step"], r["sample"]) for r in rows if "sample" in r]
     assert [step for step, _ in samples] == [30, 60, 62]
     assert all(sample.startswith("7 and") for _, sample in samples)
@@ -103,9 +97,6 @@ def test_a_run_leaves_all_that_it_promises_and_its_memory_stays_flat(tmp_path, t
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000060", "step-00000062"]
     memory = {r["step"]: r["mem_gib"] for r in rows}
     assert memory[60] < 1.02 * memory[20], memory
-    total, parts = re.search(r"Time taken: ([\d.]+) seconds \((.*)\)", done.stdout).groups()
-    assert {"start", "compile", "data", "steps", "evaluation", "saves"} <= set(re.findall("[a-z]+", parts))
-    assert float(total) - 0.05 <= wall < float(total) + 2  # rounded; what is left is the start of the process
 
 
 def test_several_processes_train_like_one(tmp_path, text):
@@ -204,15 +195,6 @@ def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path, text):
     assert "--compile block" in refused.stderr and "apt install g++" in refused.stderr
 
 
-@pytest.mark.slow
-def test_the_default_recipe_learns_without_a_compiler(tmp_path):
-    """A short default run: 100 steps, decay included, reached 2.56 nats per byte; byte frequencies alone give 3.3."""
-    flags = ["@recipes/default.args", "--steps", 100, "--eval_every", 100, "--out", tmp_path / "run"]
-    out = train(*flags, env={"CXX": "no-such-compiler"}).stdout
-    assert records(tmp_path / "run")[-1]["val_loss"] < 2.7
-    assert "Sample after step 100" in out
-
-
 def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
     flags = [*FAST, "--data", text, "--steps", "1", "--eval_every", "0", "--out", str(old_run)]
@@ -226,8 +208,6 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
 
 
 BAD = {  # other files' tests have more mistakes; these end in different parts of the start
-    "a misspelled recipe": (["@defaults"], "did you mean @recipes/default.args?"),
-    "a misspelled file": (["--data", "READMI.md"], "--data READMI.md does not exist, or has no file"),
     "a file for --out": (["--out", str(ROOT / "README.md")], "README.md"),
     "too long a name": (["--out", "é" * 128], "File name too long"),
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
@@ -239,10 +219,7 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "has 300: give"),
     "more ids than the weights": (["--weights", "{less}", "--tokenizer", "bytes"], "bytes has 258 ids"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
-    "a prompt in Latin-1": (
-        ["--sample_every", "1", "--prompt", "na\udcefve"],
-        "error: --prompt: The text is not Unicode",
-    ),
+    "a prompt in Latin-1": (["--sample_every", "1", "--prompt", "\udcef"], "error: --prompt: The text is not Unicode"),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
 }
 
