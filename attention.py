@@ -7,19 +7,22 @@ With a window of W positions, over t - W < s <= t: a token sees W positions, its
 Causality is `is_causal`, a boolean mask, or the shape of the blocks: never an additive mask, whose dtype has to follow
 the query's through every compiler pass (where it does not, training dies with "invalid dtype for bias").
 
-Back-ends. `sdpa`: torch's fused kernels. `blocked`: plain matrix products over blocks of queries, for CPUs, where
-torch's kernel reaches a fraction of the matmul rate. A block of queries meets only the keys up to its own end, so half
-of the work is skipped, and with a window only keys that one of its queries sees. It keeps the probabilities for the
-backward pass ([B, H, T, T] / 2), so it suits short rows.
-`varlen` (torch) and `flash` (the flash-attn package, which also runs plain rows) are for several documents in a row on
-a GPU, and for windows: they take the offsets of the documents. The other back-ends take a boolean mask of T x T
-instead.
+Back-ends:
+
+    sdpa      torch's fused kernels, with a boolean mask of T x T if a row holds several documents or has a window
+    blocked   matrix products over blocks of queries, for CPUs, where torch's kernel reaches a fraction of their rate
+    varlen    torch's kernel for packed documents and windows on a GPU. It takes offsets of documents, not a mask
+    flash     the same from the flash-attn package, which also runs plain rows
+
+In `blocked`, a block of queries meets only the keys up to its own end, so half of the work is skipped. With a window it
+also skips the keys before the first one that is seen. It keeps the probabilities for the backward pass, half of [B, H,
+T, T]. Therefore it suits short rows.
 
 cuDNN never gets a mask: on an H100 its gradients can be NaN then (pytorch issue 196678).
 
-`varlen` runs FlashAttention 2. On an H100 with the flash_attn_interface package it runs FlashAttention 3, which torch
-activates through public functions, at about twice the rate; torch 2.15 would otherwise prefer cuDNN to both. `auto`
-never takes `flash`: flash-attn 2 has the same kernels as torch, and for plain rows on an H100 torch prefers cuDNN's
+`varlen` runs FlashAttention 2. On an H100 with the flash_attn_interface package it runs FlashAttention 3 at about twice
+the rate, which torch activates through public functions; torch 2.15 would otherwise prefer cuDNN to both. `auto` never
+takes `flash`: flash-attn 2 has the same kernels as torch. For plain rows on an H100 torch prefers cuDNN's kernels
 (published: 1.7 to 2.3 times as fast). The log and env.json name the kernel that runs.
 
 Rows may be shared (context parallelism): `attention_of_part` exchanges heads for tokens around `attention`, so the

@@ -135,8 +135,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [n, in] sorted by expert, weight [E, out, in], ends int32 [E] (row where each expert's tokens end) -> [n, out].
     In Mixtral 8x7B, 4,096 tokens with two experts each: x [8192, 4096], weight [8, 28672, 4096], ends [8].
 
-    bf16 with rows of 16-byte multiples runs as one grouped kernel, without a host synchronisation; anything else as a
-    loop with equal results, which reads `ends` on the host."""
+    bf16 with rows of 16-byte multiples runs as one grouped kernel, without a host synchronisation. Anything else runs
+    as a loop with equal results, which reads `ends` on the host."""
     weight = weight.to(x.dtype)
     if x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -277,7 +277,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a b to `total`, which is fp32; a GPU's kernel does both, but the compiler cannot trace it."""
+    """Adds a b to `total`, which is fp32. A GPU's kernel does both at once, but the compiler cannot trace it."""
     if a.device.type == "cpu":
         total.add_(a @ b)
     elif torch.compiler.is_compiling():
@@ -286,7 +286,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-# A GPU's fastest kernels need rows of the logits in multiples of 16 bytes; 64 values are the usual multiple. meta: for
+# A GPU's fastest kernels need rows of the logits in multiples of 16 bytes. 64 values are the usual multiple. meta: for
 # memory.py, as on a GPU.
 HEAD_ROWS = {"cuda": 64, "meta": 64}
 
@@ -398,10 +398,13 @@ class Transformer(nn.Module):
     """model(tokens [B, T], targets [B, T], positions=None, documents=None) -> loss summed over the targets that are not
     -100, fp32 scalar; with details=True, (loss, Details).
 
-    dtype: of activations and matrix products. positions None: one causal sequence per row; else documents, each
-    beginning where the position is 0, that never attend to each other. documents: their starts, int32, for the packed
-    back-ends (attention.py); left out, it is computed. If shard.share_rows has set a `part` of each row, tokens and
-    targets are of that part, positions and documents of whole rows, and the loss is the part's."""
+    dtype: of activations and matrix products.
+    positions: None if each row is one causal sequence. Otherwise a row holds documents, which never attend to each
+    other. A document begins where the position is 0.
+    documents: where documents begin, int32, for the packed back-ends (attention.py). If it is left out, it is computed.
+
+    If shard.share_rows has set a `part` of each row, tokens and targets are of that part, positions and documents of
+    whole rows, and the loss is the part's."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()

@@ -6,18 +6,18 @@ count over the ranks. From these sums, train.py's `train_step` computes the mean
 tests whether they are finite, which decides whether the update is skipped. All of this stays on the device of the
 gradients; the host reads the decision one step later, in `Gradients.check`.
 
-An `Optimizer` updates parameters and state of any dtypes: its rule computes in fp32, on flat chunks of the parameters,
+An `Optimizer` updates parameters and state of any dtypes. Its rule computes in fp32, on flat chunks of the parameters,
 compiled to one pass over memory unless --compile is none. If parameters and moments are fp32, AdamW calls torch's fused
-kernel instead, which does the same arithmetic. It also divides gradients by `grad_scale` and skips the update if
-`found_inf` is 1; both are tensors on the device. So the division by the number of trained tokens, clipping and the
+kernel instead, which does the same arithmetic. This kernel also divides gradients by `grad_scale` and skips the update
+if `found_inf` is 1. Both are tensors on the device. So the division by the number of trained tokens, clipping and the
 guard against non-finite gradients cost no pass over memory, except for the norm, and no synchronisation.
 
-An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
-in every step; the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically: up
-with the probability that keeps the mean (arXiv 2010.06192). Between 1 and 2, bf16 has a value every 2^-7 = 0.0078. An
-update of 0.0001 at 1.0 would always be rounded away. With stochastic rounding it moves the parameter by 0.0078 in one
-step of 78, which is 0.0001 a step on average. The random bits are a hash of (seed, step, parameter,
-position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
+An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it in every
+step. Changes of the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically:
+up with the probability that keeps the mean (arXiv 2010.06192). Between 1 and 2, bf16 has a value every 2^-7 = 0.0078.
+An update of 0.0001 at 1.0 would always be rounded away. With stochastic rounding it moves the parameter by 0.0078 in
+one step of 78, which is 0.0001 a step on average. The random bits are a hash of (seed, step, parameter, position): a
+resumed run repeats them, and replicas, which must stay equal, draw the same."""
 
 import hashlib
 import logging
