@@ -85,9 +85,13 @@ class Batch:
 
 
 class Loader:
-    """Iterates over optimizer steps; each item is the list of this rank's micro-batches. Training never ends: epochs
-    follow each other, each in another order. Validation goes once through eval_batches global batches, evenly
-    spread."""
+    """Iterates over optimizer steps. Each item is the list of this rank's micro-batches. Training never ends: epochs
+    follow each other, each in another order. Validation goes once through eval_batches global batches, evenly spread.
+
+    The rows of a step, with 8 rows, 2 ranks and micro-batches of 2 rows:
+
+        rank 0      0 1 | 4 5           first | second micro-batch
+        rank 1      2 3 | 6 7"""
 
     def __init__(self, config: Config, rank: int, world_size: int, split: str, found: dict[str, list[Listing]]):
         """found: from find_sources, with the sources of this split."""
@@ -251,7 +255,7 @@ class Loader:
             yield source[start : start + self.step_rows], row[start : start + self.step_rows]
 
     def _read(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens, targets, begins [n, T] of rows; a source of -1 gives a row that is not trained on."""
+        """tokens, targets, begins [n, T] of rows. A source of -1 gives a row that is not trained on."""
         shape = len(row), self.config.seq_len
         tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
         for i, s in enumerate(self.sources):

@@ -403,7 +403,9 @@ class Muon(AdamW):
         buffer = lerp(g, buffer, momentum)
         u = orthogonalize(lerp(g, buffer, momentum));  p = p (1 - lr decay) - lr scale u
 
-    scale = 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so that its learning rates transfer.
+    scale = 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so that its learning rates transfer: with
+    r <= c, an orthogonal [r, c] has r singular values of 1. So the sum of its squares is r, and its root mean square is
+    sqrt(r / (r c)) = 1 / sqrt(c). Times the scale it is 0.2, as AdamW's updates usually have it (arXiv 2502.16982).
 
     A matrix is orthogonalized whole. Parameters of equal shape are stacked, and the stack is redistributed: from shards
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has

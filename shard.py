@@ -377,8 +377,8 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, ranks: Ranks |
 
 
 def _fill_from_rank0(tensor: Tensor, name: str, read: Callable, ranks: Ranks) -> None:
-    """Rank 0 reads the whole tensor and sends each rank its shard; every rank has memory for the whole meanwhile. An
-    error in reading is raised on all ranks."""
+    """Rank 0 reads the whole tensor and sends each rank its shard. Meanwhile every rank has memory for all of it.
+    An error in reading is raised on all ranks."""
     from torch.distributed.tensor import distribute_tensor
 
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
