@@ -8,11 +8,15 @@ no environment variables.
 Nothing here imports torch, which takes seconds, so --help and error messages appear at once. Functions that open files
 import their libraries themselves."""
 
+import contextlib
+import glob
+import os
 import re
 import shlex
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,6 +26,8 @@ from base.hub import local_path
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
+SHARD = ".bin"  # the suffix of a file of token ids
+SHORTENED = (".txt", ".jsonl", ".json", ".csv", ".parquet", SHARD)  # suffixes that run folders are not named after
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 LANES = 64  # a stream has at least as many, unless --lanes says otherwise
 BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
@@ -336,8 +342,6 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
-    from dataset.prepare import name_of
-
     values = {f.name: f.default for f in fields(Config)}
     values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
     if {"steps", "epochs"} <= settings.keys():
@@ -411,8 +415,6 @@ def _settle_model(values: dict) -> None:
 def _check_data(c: Config, trains: bool) -> None:
     """Refuses likely mistakes, unless the user names --tokenizer bytes: samples of unknown tokens and, if it trains,
     the built-in text for a real model, and bytes in a vocabulary of words."""
-    from dataset.prepare import is_shards
-
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     shards = [*map(is_shards, c.data + c.val_data)]
     unread = as_bytes and not all(shards) or not c.data and (as_bytes or not c.model.startswith("tiny-"))
@@ -431,8 +433,6 @@ def _check_data(c: Config, trains: bool) -> None:
 
 def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
-    from dataset.prepare import text_fields
-
     text_fields(c)  # refuses names of no entry
     if c.lora:
         from hf.lora import check_flags
@@ -471,6 +471,49 @@ def _refuse_first(*rules: tuple[object, str]) -> None:
     for holds, message in rules:
         if holds:
             raise UserError(message)
+
+
+# ---- entries of --data
+
+
+def split_weight(spec: str) -> tuple[str, Fraction | None]:
+    """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
+    path, _, weight = spec.rpartition(":")
+    with contextlib.suppress(ValueError, ZeroDivisionError):  # the name of a file may end like that
+        if path and not Path(spec).exists():
+            return path, Fraction(weight)
+    return spec, None
+
+
+def is_shards(spec: str) -> bool:
+    """Whether an entry of --data names token shards, and not text."""
+    path, _ = split_weight(spec)
+    return (
+        path.removesuffix(".gz").endswith(SHARD) or "://" not in path and any(Path(path).expanduser().glob(f"*{SHARD}"))
+    )
+
+
+def name_of(spec: str) -> str:
+    """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
+    path = Path(split_weight(spec)[0].removesuffix(".gz"))
+    name = path.stem if path.suffix in SHORTENED else path.name
+    return f"{path.parent.name}-{name}" if glob.has_magic(path.name) and not path.exists() else name
+
+
+def text_fields(config) -> dict[str, str]:
+    """--text_field: FIELD, and NAME=FIELD for an entry of --data, by its path or its last part -> {path of an entry, or
+    empty for the others: field}"""
+    fields, paths = {}, [split_weight(entry)[0] for entry in config.data + config.val_data]
+    for word in config.text_field:
+        name, _, field = word.rpartition("=")
+        named = [path for path in paths if name in (path, os.path.basename(path.rstrip("/")))] if name else [""]
+        if not named or not field or fields.keys() & {*named}:
+            raise UserError(f"--text_field {word}: expected FIELD, or NAME=FIELD for one of {', '.join(paths)}, once")
+        fields |= dict.fromkeys(named, field)
+    return fields
+
+
+# ---- batches
 
 
 def row_groups(c: Config, world_size: int) -> int:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from base.ranks import Ranks
-from config import parse_args
+from config import SHARD, parse_args
 from data import open_data
-from dataset.prepare import HEADER, INDEX, SHARD
+from dataset.prepare import HEADER, INDEX
 
 SHARDS = 100, 10_000, 100_000
 TOKENS = 150_000_000  # of a shard: 100,000 of them hold 15 T tokens

@@ -140,7 +140,6 @@ def store_errors(address: str) -> Iterator[None]:
 
 
 BUILTIN = "built-in.text"  # the name of text that is in no file
-SHARD = ".bin"
 VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
 log = logging.getLogger("flatland")
 DOCUMENT = ".txt"  # a file that is one document

@@ -15,7 +15,6 @@ interrupted call resumes. index.json counts the rows that were left out, with th
 Every format can be read from every address of dataset/files.py. Other scripts import this module before torch, so it
 imports numpy only in functions, and torch never."""
 
-import contextlib
 import functools
 import glob
 import hashlib
@@ -32,7 +31,6 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,16 +47,15 @@ from base.disk import (
 )
 from base.errors import Parser, UserError, naming, printable, within
 from base.hub import local_path
+from config import SHARD, is_shards, split_weight, text_fields
 from dataset.files import (
     DOCUMENT,
     FORMATS,
-    SHARD,
     SUFFIXES,
     VAL_EVERY,
     TextFile,
     TextRow,
     find_info,
-    kind_of,
     list_files,
     log,
     store_errors,
@@ -87,44 +84,9 @@ warn_once = functools.cache(log.warning)  # each message once in a process
 # ---- entries of --data
 
 
-def is_shards(spec: str) -> bool:
-    """Whether an entry of --data names token shards, and not text."""
-    path, _ = split_weight(spec)
-    return kind_of(path) == SHARD or "://" not in path and any(Path(path).expanduser().glob(f"*{SHARD}"))
-
-
-def name_of(spec: str) -> str:
-    """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
-    path = Path(split_weight(spec)[0].removesuffix(".gz"))
-    name = path.stem if path.suffix in (*SUFFIXES, SHARD) else path.name
-    return f"{path.parent.name}-{name}" if glob.has_magic(path.name) and not path.exists() else name
-
-
 def knows_text(config) -> bool:
     """Whether the text of tokens is known: it was tokenised here, or --tokenizer names the shards' tokenizer."""
     return config.tokenizer != "bytes" or not any(map(is_shards, (*config.data, *config.val_data)))
-
-
-def split_weight(spec: str) -> tuple[str, Fraction | None]:
-    """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
-    path, _, weight = spec.rpartition(":")
-    with contextlib.suppress(ValueError, ZeroDivisionError):  # the name of a file may end like that
-        if path and not Path(spec).exists():
-            return path, Fraction(weight)
-    return spec, None
-
-
-def text_fields(config) -> dict[str, str]:
-    """--text_field: FIELD, and NAME=FIELD for an entry of --data, by its path or its last part -> {path of an entry, or
-    empty for the others: field}"""
-    fields, paths = {}, [split_weight(entry)[0] for entry in config.data + config.val_data]
-    for word in config.text_field:
-        name, _, field = word.rpartition("=")
-        named = [path for path in paths if name in (path, os.path.basename(path.rstrip("/")))] if name else [""]
-        if not named or not field or fields.keys() & {*named}:
-            raise UserError(f"--text_field {word}: expected FIELD, or NAME=FIELD for one of {', '.join(paths)}, once")
-        fields |= dict.fromkeys(named, field)
-    return fields
 
 
 def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:

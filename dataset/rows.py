@@ -31,9 +31,9 @@ import numpy as np
 from base import disk
 from base.disk import plural, read_ahead, retry
 from base.errors import UserError
-from config import Config
+from config import SHARD, Config, split_weight, text_fields
 from dataset import prepare
-from dataset.files import SHARD, VAL_EVERY, TextFile, builtin_file
+from dataset.files import VAL_EVERY, TextFile, builtin_file
 from dataset.prepare import (
     ID,
     TRAINED,
@@ -42,8 +42,6 @@ from dataset.prepare import (
     find_shard,
     prepare_folder,
     read_index,
-    split_weight,
-    text_fields,
 )
 from hf.tokenizer import load_tokenizer
 from shapes import IGNORE

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import data
 from base.errors import Failure, UserError
 from base.ranks import ALONE
-from config import parse_args
+from config import parse_args, text_fields
 from data import open_data
 from dataset import prepare
 from dataset.prepare import BEGINS, TRAINED, Encoder, TextFile, TextRow, find_files, find_shard, verify
@@ -425,7 +425,7 @@ def test_the_key_of_a_cache_has_the_field_that_is_used(tmp_path):
     keys, entries = [], [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     for field in ("body", "a.jsonl=body b.jsonl=body", "a.jsonl=body", "a.jsonl=body id", "a.jsonl=id b.jsonl=body"):
         config = parse_args(["--data", *entries, "--text_field", *field.split()])
-        fields = prepare.text_fields(config)
+        fields = text_fields(config)
         files = [TextFile(entry, 5, "version", None, fields.get(entry, "")) for entry in entries]
         keys.append(prepare.key_of(files, Encoder.of(config)))
     assert keys[0] == keys[1] and len({*keys}) == 4
