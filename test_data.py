@@ -358,8 +358,7 @@ def test_the_bytes_of_evaluated_text(tmp_path):
     targets = torch.cat([batch.targets for (batch,) in loader]).flatten().tolist()
     assert loader.text_bytes() == (sum(t < 256 for t in targets), len(targets))
     assert 0 < sum(t < 256 for t in targets) < len(targets) == 7 * 3 * T
-    foreign = make_loader(config(numbered(tmp_path / "d", 400)), split="val")
-    assert foreign.text_bytes() == (0, 0)
+    assert make_loader(config(numbered(tmp_path / "d", 400)), split="val").text_bytes() == (0, 0)
 
 
 def naive_positions(row, delimiter):
@@ -448,5 +447,4 @@ def test_chat_fields_and_show(tmp_path):
         (plain,) = show(make_loader(c), 1, 1)
         assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
         assert re.search(r"--- \d+ places filled up", plain)
-    for names in ("q", "a,b,c,d"):
-        assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)
+    assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields="q")

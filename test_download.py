@@ -23,7 +23,7 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 import download
 from base import errors
 from base.errors import UserError
-from base.hub import hub_errors, local_path
+from base.hub import local_path
 from dataset.prepare import find_files
 
 TOKEN = "hf_SecretSecretSecretSecret"
@@ -363,17 +363,10 @@ def test_a_damaged_file_that_a_link_leads_to_is_not_deleted(hub, tmp_path, out):
 # ---- a hub that fails
 
 
-@pytest.mark.parametrize("answer", [(429, b"", {"Retry_After": 1}), (503, b""), (ConnectionResetError,)])
+@pytest.mark.parametrize("answer", [(429, b"", {"Retry_After": 1}), (503, b""), ConnectionResetError()])
 def test_a_listing_that_fails_once_is_asked_for_again(hub, answer):
     failed = set()
-
-    def refuse(path):
-        if "/api/" not in path or path in failed:
-            return None
-        failed.add(path)
-        return answer if len(answer) > 1 else answer[0]()  # an exception resets the connection
-
-    hub.refuse = refuse
+    hub.refuse = lambda path: answer if "/api/" in path and path not in failed and not failed.add(path) else None
     assert main("org/model") == 0 and content(local_path("org/model", "--weights")) == MODEL
     assert [file.size for file in find_files("hf://datasets/org/data/en/*val*", "--data")] == [1]
     assert len(failed) >= 4
@@ -404,12 +397,6 @@ def test_a_size_of_data_that_is_no_number_is_refused(hub, size):
     hub.odd = "tree", "size", size
     with pytest.raises(UserError, match="no number of bytes") if size else contextlib.nullcontext():
         find_files("hf://datasets/org/data/en/*val*", "--data")
-
-
-@pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
-def test_programming_errors_pass(kind):
-    with pytest.raises(kind), hub_errors("org/model"):
-        raise kind("a mistake of ours")
 
 
 def test_a_full_disk(hub, mount, monkeypatch, capfd):
@@ -456,7 +443,6 @@ def test_one_message_and_a_status(hub, capfd, refuse, args, status, words):
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("org/none", "--w org/none: .* of this name, and no download of it in .*hub: python download.py org/none$"),
-    ("runs/none", "--w runs/none: there is no folder or file of this name"),
     ("gpt2@v1", "python download.py gpt2 --revision v1$"), ("./x.bin", "no folder or file"),
 ])  # fmt: skip
 def test_a_name_without_a_download(hub, spec, words):

@@ -383,14 +383,12 @@ def test_answers_that_lose_text_are_not_trained_on(template, messages, marked, n
 
 def test_what_is_left_out_is_counted(tmp_path, caplog):
     """With the first row of each kind."""
-    thought = "reasoning that only the last answer shows"
-    silent = "{%- set messages = messages[1:] if messages[0].role == 'system' else messages %}" + TRAITS["reasons"]
-    silent = "{{- strftime_now('%d %b %Y') }}" + silent
-    ours, _ = _tokenizer(tmp_path / "t", silent)
-    assert ours.decode(render_chat(ours, [ASK], silent)[0]).startswith("26 Jul 2024")
+    silent = "{{- strftime_now('%d %b %Y') }}{%- set messages = messages[messages[0].role == 'system':] %}"
+    silent += TRAITS["reasons"]
+    _tokenizer(tmp_path / "t", silent)
     rows = [
         {"messages": [ASK, ANSWER]}, {"messages": [SYSTEM, ASK, ANSWER]},
-        {"messages": [ASK, THINKS | {"thinking": thought}, ASK, ANSWER | {"channel": "c7"}], "system_prompt": "s"},
+        {"messages": [ASK, THINKS, ASK, ANSWER | {"channel": "c7"}], "system_prompt": "s"},
         {"messages": [ASK, ANSWER], "images": ["a.png"]}, {"messages": [ASK, ANSWER], "images": ["b.png"]},
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -398,7 +396,7 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
     tell_omissions(prepare_folder(files, Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0))
     assert {re.sub(r"\S*/a.jsonl: ", "", record.message) for record in caplog.records} == {
         "the chat template changes or leaves out text of the system: 1 row, first in line 2: 'Be brief.'",
-        f"{CUT}: 1 row, first in line 3: {thought!r}",
+        f"{CUT}: 1 row, first in line 3: 'hm'",
         "the chat template asks for today's date and always gets this one: 5 rows, first in line 1: '26 July 2024'",
         "nothing reads the field channel: 1 row, first in line 3: 'c7'",
         "nothing reads the field system_prompt: 1 row, first in line 3: 's'",

@@ -247,21 +247,20 @@ def test_other_tensors_are_refused(tmp_path, name, wrong, message):
         load_model(folder)
 
 
-SIZES = "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"
+ABSURD = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"), 2**31)
 
 
-@pytest.mark.parametrize("key, value, message", [
-    *((key, 2**31, r"does not fit the model; .* is \[.*expected \[.*\d{10}") for key in SIZES),
-    ("num_hidden_layers", 10_000, "has 2 layers, but its config.json names 10000"),
-])  # fmt: skip
-def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, monkeypatch, key, value, message):
+def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = save(tmp_path, "llama3")
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {key: value}))
-    if value == 10_000:
-        monkeypatch.setattr(weights, "pieces", None)  # a list of their tensors takes long
-    with pytest.raises(UserError, match=message):
-        load_model(folder)
+    for key, value in (ABSURD | {"num_hidden_layers": 10_000}).items():
+        (folder / "config.json").write_text(json.dumps(values | {key: value}))
+        message = r"does not fit the model; .* is \[.*expected \[.*\d{10}"
+        if value == 10_000:
+            monkeypatch.setattr(weights, "pieces", None)  # a list of their tensors takes long
+            message = "has 2 layers, but its config.json names 10000"
+        with pytest.raises(UserError, match=message):
+            load_model(folder)
 
 
 def test_wrong_index(tmp_path):
@@ -282,73 +281,56 @@ def test_wrong_index(tmp_path):
 
 # ---- config.json
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES += ("vocab_size", "max_position_embeddings")
+
+
+def facts(base: dict, sizes: str, **others) -> dict:
+    """The published config.json, like another one but for its sizes, in the order above, and others."""
+    return base | dict(zip(SIZES, map(int, sizes.split()), strict=True)) | others
+
+
 GPT2_FACTS = {
     "activation_function": "gelu_new", "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
     "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
     "summary_type": "cls_index", "vocab_size": 50257, "task_specific_params": {"text-generation": {"do_sample": True}},
 }  # fmt: skip
-LLAMA2_FACTS = {
-    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-LLAMA3_FACTS = LLAMA2_FACTS | {
-    "attention_bias": False, "attention_dropout": 0.0, "intermediate_size": 14336, "max_position_embeddings": 8192,
-    "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 128256,
-}  # fmt: skip
 SCALING = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
            "rope_type": "llama3"}  # fmt: skip
-LLAMA31_FACTS = LLAMA3_FACTS | {"max_position_embeddings": 131072, "mlp_bias": False, "rope_scaling": SCALING}
-MIXTRAL_FACTS = LLAMA2_FACTS | {
-    "attention_dropout": 0.0, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
-    "num_experts_per_tok": 2, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
-    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
-}  # fmt: skip
-MISTRAL_FACTS = {key: value for key, value in MIXTRAL_FACTS.items() if not re.search("expert|router", key)}
-MISTRAL_FACTS |= {"model_type": "mistral", "rope_theta": 1e6, "vocab_size": 32768}
-QWEN25_FACTS = LLAMA2_FACTS | {
-    "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
-    "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
-    "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-QWEN3_FACTS = QWEN25_FACTS | {
-    "attention_bias": False, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728, "model_type": "qwen3",
-    "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
-    "num_key_value_heads": 8, "rope_theta": 1000000, "sliding_window": None,
-}  # fmt: skip
-QWEN3_MOE_FACTS = QWEN3_FACTS | {
-    "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144, "max_window_layers": 48,
-    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-    "output_router_logits": False, "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
-}  # fmt: skip
-OLMO2_FACTS = LLAMA3_FACTS | {
-    "eos_token_id": 100257, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
-    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_theta": 500000,
-    "vocab_size": 100352,
-}  # fmt: skip
-OLMO2_FACTS.pop("pretraining_tp")
 YARN = {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
         "original_max_position_embeddings": 8192, "rope_type": "yarn"}  # fmt: skip
-OLMO3_FACTS = OLMO2_FACTS | {
-    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
-    "model_type": "olmo3", "rope_scaling": YARN, "sliding_window": 4096, "vocab_size": 100278,
-}  # fmt: skip
-SMOLLM3_FACTS = LLAMA3_FACTS | {
-    "hidden_size": 2048, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_window_layers": 28,
-    "max_position_embeddings": 65536, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
-    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
-    "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "sliding_window": None,
-    "tie_word_embeddings": True, "use_sliding_window": False,
-}  # fmt: skip
-PHI4_FACTS = LLAMA2_FACTS | {
-    "attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "hidden_size": 5120,
-    "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40,
-    "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "resid_pdrop": 0.0,
-    "rope_theta": 250000, "sliding_window": None, "vocab_size": 100352,
-}  # fmt: skip
+ROUTER = {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "router_aux_loss_coef": 0.02}
+LLAMA2_FACTS = facts({
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02, "model_type": "llama",
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "use_cache": True,
+}, "4096 11008 32 32 32 32000 4096")  # fmt: skip
+LLAMA3_FACTS = facts(LLAMA2_FACTS, "4096 14336 32 32 8 128256 8192",
+                     attention_bias=False, attention_dropout=0.0, rope_theta=500000.0)  # fmt: skip
+LLAMA31_FACTS = LLAMA3_FACTS | {"max_position_embeddings": 131072, "mlp_bias": False, "rope_scaling": SCALING}
+MISTRAL_FACTS = facts(LLAMA2_FACTS, "4096 14336 32 32 8 32768 32768", model_type="mistral",
+                      attention_dropout=0.0, rope_theta=1e6, sliding_window=None)  # fmt: skip
+MIXTRAL_FACTS = MISTRAL_FACTS | ROUTER | {"model_type": "mixtral", "rope_theta": 1000000.0, "vocab_size": 32000}
+QWEN25_FACTS = facts(LLAMA2_FACTS, "896 4864 24 14 2 151936 32768", model_type="qwen2", max_window_layers=24,
+                     rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True,
+                     use_mrope=False, use_sliding_window=False)  # fmt: skip
+QWEN3_FACTS = facts(QWEN25_FACTS, "2560 9728 36 32 8 151936 40960", model_type="qwen3", max_window_layers=36,
+                    attention_bias=False, head_dim=128, rope_theta=1000000, sliding_window=None)  # fmt: skip
+QWEN3_MOE_FACTS = facts(QWEN3_FACTS, "2048 6144 48 32 4 151936 40960", model_type="qwen3_moe", max_window_layers=48,
+                        decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+                        num_experts=128, num_experts_per_tok=8, output_router_logits=False,
+                        router_aux_loss_coef=0.001, tie_word_embeddings=False)  # fmt: skip
+OLMO2_FACTS = facts(LLAMA3_FACTS, "4096 11008 32 32 32 100352 4096", model_type="olmo2", eos_token_id=100257,
+                    pad_token_id=100277, rms_norm_eps=1e-06, rope_theta=500000)  # fmt: skip
+OLMO2_FACTS.pop("pretraining_tp")
+OLMO3_FACTS = facts(OLMO2_FACTS, "4096 11008 32 32 32 100278 65536", model_type="olmo3", rope_scaling=YARN,
+                    layer_types=[*["sliding_attention"] * 3, "full_attention"] * 8, sliding_window=4096)  # fmt: skip
+SMOLLM3_FACTS = facts(LLAMA3_FACTS, "2048 11008 36 16 4 128256 65536", model_type="smollm3", mlp_bias=False,
+                      layer_types=["full_attention"] * 36, max_window_layers=28, no_rope_layer_interval=4,
+                      no_rope_layers=[1, 1, 1, 0] * 9, pretraining_tp=2, rms_norm_eps=1e-06, rope_theta=5000000.0,
+                      sliding_window=None, tie_word_embeddings=True, use_sliding_window=False)  # fmt: skip
+PHI4_FACTS = facts(LLAMA2_FACTS, "5120 17920 40 40 10 100352 16384", model_type="phi3", attention_bias=False,
+                   attention_dropout=0.0, embd_pdrop=0.0, original_max_position_embeddings=16384, resid_pdrop=0.0,
+                   rope_theta=250000, sliding_window=None)  # fmt: skip
 MINISTRAL_FACTS = MISTRAL_FACTS | {"model_type": "ministral", "head_dim": 128, "sliding_window": 8, "layer_types": None}
 PUBLISHED = {
     "mistral-7b-v0.1": MISTRAL_FACTS | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
@@ -356,19 +338,12 @@ PUBLISHED = {
     "phi-4": PHI4_FACTS, "llama2-7b": LLAMA2_FACTS, "llama3-8b": LLAMA3_FACTS, "llama3.1-8b": LLAMA31_FACTS,
     "mixtral-8x7b": MIXTRAL_FACTS, "mistral-7b": MISTRAL_FACTS, "qwen3-4b": QWEN3_FACTS, "gpt2": GPT2_FACTS,
     "gpt2-large": GPT2_FACTS | {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0},
-    "llama3.1-405b": LLAMA31_FACTS | {
-        "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126,
-    },
-    "llama3.2-1b": LLAMA31_FACTS | {
-        "eos_token_id": 128001, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "rope_scaling": SCALING | {"factor": 32.0}, "tie_word_embeddings": True,
-    },
+    "llama3.1-405b": facts(LLAMA31_FACTS, "16384 53248 126 128 8 128256 131072"),
+    "llama3.2-1b": facts(LLAMA31_FACTS, "2048 8192 16 32 8 128256 131072", eos_token_id=128001, head_dim=64,
+                         rope_scaling=SCALING | {"factor": 32.0}, tie_word_embeddings=True),
     "qwen2.5-0.5b": QWEN25_FACTS,
-    "qwen2.5-7b": QWEN25_FACTS | {
-        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
-        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072,
-        "tie_word_embeddings": False, "vocab_size": 152064,
-    },
+    "qwen2.5-7b": facts(QWEN25_FACTS, "3584 18944 28 28 4 152064 131072", max_window_layers=28, sliding_window=131072,
+                        tie_word_embeddings=False),
 }  # fmt: skip
 
 
