@@ -253,6 +253,19 @@ def sharded_dim(parameter: Tensor, size: int) -> int:
     return next((d for d in dims if parameter.shape[d] % size == 0), 0)
 
 
+# The order of shard_model's units for three blocks, with prefetch 1 and reshard auto. E is the embedding, H is lm_head.
+# The rest, which holds the last norm, is gathered first and kept. Everything in a column happens at the same time:
+#
+#     forward     gather   E  0  1  2  H             one unit ahead of the computation
+#                 compute     E  0  1  2  H
+#                 free           E  0  1     H       not 2: the backward pass needs it at once
+#     backward    gather               1  0          in the reverse order
+#                 compute           H  2  1  0  E
+#                 reduce               H  2  1  0  E     sum the gradients, keep this rank's shard, free the unit
+#
+# So about two blocks are whole at a time. A larger prefetch adds one block for each unit, and hides slower networks.
+# `--reshard always` frees 2 as well, and gathers it again. `--reshard never` frees nothing before the step's last
+# backward pass: whole parameters stay in memory, and several micro-batches gather them once.
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -264,20 +277,6 @@ def shard_model(
 ) -> None:
     """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. The units are the
     embedding, each block, lm_head, and the rest of the model. Tied embeddings belong to the rest.
-
-    The order for three blocks, with prefetch 1 and reshard auto (E embedding, H lm_head; the rest, which holds the
-    last norm, is gathered first and kept). Everything in a column happens at the same time:
-
-        forward     gather   E  0  1  2  H             one unit ahead of the computation
-                    compute     E  0  1  2  H
-                    free           E  0  1     H       not 2: the backward pass needs it at once
-        backward    gather               1  0          in the reverse order
-                    compute           H  2  1  0  E
-                    reduce               H  2  1  0  E     sum the gradients, keep this rank's shard, free the unit
-
-    So about two blocks are whole at a time. A larger prefetch adds one block for each unit, and hides slower networks.
-    `--reshard always` frees 2 as well, and gathers it again. `--reshard never` frees nothing before the step's last
-    backward pass: whole parameters stay in memory, and several micro-batches gather them once.
 
     offload: parameters, gradients and moments are kept in the host's memory. With several micro-batches, adding up
     their gradients there makes each backward pass wait for the copies.
