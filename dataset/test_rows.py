@@ -120,13 +120,12 @@ def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path, lanes, splits
     assert found == whole
 
 
-@pytest.mark.parametrize("ranks, micro_batch", [(1, 8), (1, 12), (3, 5), (16, 8), (100, 2), (1024, 1), (1024, 4)])
-def test_lanes_are_chosen_for_the_ranks(ranks, micro_batch):
+def test_lanes_are_chosen_for_the_ranks():
     """One rank reads each. The oracle deals rows to ranks."""
-    lanes = choose_lanes(parse_args(["--micro_batch", str(micro_batch)]), ranks)
-    numbers = np.arange(np.lcm(lanes, ranks * micro_batch))
-    pairs = np.unique(numbers % lanes * ranks + numbers // micro_batch % ranks)
-    assert len(pairs) == lanes >= 64
+    for ranks, micro_batch in ((1, 8), (1, 12), (3, 5), (16, 8), (100, 2), (1024, 4)):
+        lanes = choose_lanes(parse_args(["--micro_batch", str(micro_batch)]), ranks)
+        numbers = np.arange(np.lcm(lanes, ranks * micro_batch))
+        assert len(np.unique(numbers % lanes * ranks + numbers // micro_batch % ranks)) == lanes >= 64
 
 
 def test_a_resume_keeps_what_depends_on_the_ranks(tmp_path):
@@ -223,6 +222,14 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
     assert any(token for *_, token in hub.seen) and not [seen for seen in hub.cdn.seen if seen[-1]]
 
 
+def test_few_files_are_kept_whole(hub, tmp_path):
+    expected, sent = run(config(tmp_path / "files" / "part.*.json.gz", lanes=5), 4)[0], []
+    for _ in range(2):
+        assert run(config(C4, lanes=5), 4)[0] == expected
+        sent.append(hub.cdn.sent)
+    assert sent[1] - sent[0] < 2000  # only the first file's head
+
+
 def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
     """As long as WAITS says; what it was given before is not given again."""
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
@@ -242,13 +249,6 @@ def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
     failures[:] = [1] * 20
     with pytest.raises(Failure, match="no answer"):
         run(config(C4, lanes=3), 6)
-
-
-def test_few_files_are_kept_whole(hub, tmp_path):
-    expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=5), 4)
-    assert run(config(C4, lanes=5), 4)[0] == expected
-    sent = hub.cdn.sent
-    assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
 
 
 def test_addresses(hub):

@@ -247,20 +247,17 @@ def test_other_tensors_are_refused(tmp_path, name, wrong, message):
         load_model(folder)
 
 
-ABSURD = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"), 2**31)
-
-
 def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = save(tmp_path, "llama3")
     values = json.loads((folder / "config.json").read_text())
-    for key, value in (ABSURD | {"num_hidden_layers": 10_000}).items():
-        (folder / "config.json").write_text(json.dumps(values | {key: value}))
-        message = r"does not fit the model; .* is \[.*expected \[.*\d{10}"
-        if value == 10_000:
-            monkeypatch.setattr(weights, "pieces", None)  # a list of their tensors takes long
-            message = "has 2 layers, but its config.json names 10000"
-        with pytest.raises(UserError, match=message):
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"):
+        (folder / "config.json").write_text(json.dumps(values | {key: 2**31}))
+        with pytest.raises(UserError, match=r"does not fit the model; .* is \[.*expected \[.*\d{10}"):
             load_model(folder)
+    (folder / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 10_000}))
+    monkeypatch.setattr(weights, "pieces", None)  # a list of their tensors takes long
+    with pytest.raises(UserError, match="has 2 layers, but its config.json names 10000"):
+        load_model(folder)
 
 
 def test_wrong_index(tmp_path):
