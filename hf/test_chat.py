@@ -336,7 +336,6 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
     ("calls", {"conversations": [*_two()[:1], {"from": "function_call", "value": "{}"}]}, "expected assistant with"),
     ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "nothing reads the field loss_mask"),
-    ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is 'add', expected a list"),
     ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected a dict"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
     ("cuts", {"messages": [ASK, ANSWER | {"content": "[THINK]a[/THINK]b"}]}, r"last answer: '\[THINK\]a\[/THINK\]b'"),
