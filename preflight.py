@@ -1,6 +1,7 @@
-"""Settles a run before its first step: gives every `auto` its value, checks the inputs that flags name, and opens the
-weights. config.py refuses flags that exclude each other."""
+"""Settles a run before its first step: gives every `auto` its value, checks the inputs that flags name, opens the data
+and the weights, and prints --check. config.py refuses flags that exclude each other."""
 
+import json
 import os
 import shlex
 import sys
@@ -9,19 +10,23 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
+import plan
 import shard
 from base import host
 from base.disk import free_space
 from base.errors import UserError, naming
 from base.host import cpu_name
 from base.hub import local_path
-from base.ranks import Ranks
+from base.ranks import Ranks, on_every_rank, on_first_rank
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
+from data import open_data
 from dataset.prepare import knows_text
 from hf import lora
 from hf.tokenizer import holds_tokenizer, load_tokenizer
 from hf.weights import open_adapter, open_weights, refuse_in_the_way
 from job.job import logger, refuse_unusable
+from log import attention_kernel
 from model import Transformer, flops_per_token, random_init
 
 SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
@@ -108,12 +113,44 @@ def imagine_ranks() -> Ranks:
     return Ranks(0, int(os.environ.get("WORLD_SIZE", here)), device)
 
 
+def print_check(config: Config, ranks: Ranks) -> int:
+    """--check: everything that can be known without training. The last line is JSON, for launchers."""
+    resume_from, damaged = checkpoint.find(config, checksums=False)
+    checkpoint.refuse_changes(resume_from, config)
+    for message in damaged + config.warnings:
+        print(message)
+    about = {"out": config.out, "device": ranks.device.type, "processes": ranks.world_size}
+    about["state"] = "resume" if resume_from else "fresh"
+    if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
+        about["state"] = "finished"
+        say_finished(config, resume_from.step)
+    else:
+        data, _, _ = open_inputs(config, resume_from, ranks)
+        if resume_from:
+            data.load_state_dict(resume_from.manifest["position"])  # refuses other data
+        about["attention"] = attention_kernel(config, data, ranks.device)
+        print(plan.describe_room(config, ranks))
+    print(json.dumps(about))
+    return 0
+
+
 def say_finished(config: Config, step: int) -> None:
     out = shlex.quote(config.out)
     print(
         f"{config.out} is finished after step {step}, with its weights in {config.out}/hf. For a sample:"
         f" python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step}"
     )
+
+
+def open_inputs(config: Config, resume_from, ranks: Ranks):
+    """Refuses what cannot work -> (data; validation data or None; read(name, slices) of --weights, or None if this rank
+    reads none). All ranks must call."""
+    resumes = resume_from is not None
+    on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
+    on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
+    data, val_data = open_data(config, ranks)
+    read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
+    return data, val_data, read_weights
 
 
 def open_initial_weights(config: Config, resumes: bool, rank: int = 0):

@@ -10,7 +10,6 @@ clips, and updates the parameters with AdamW or Muon. Between records Python run
 therefore always has work. `Gradients.check` in optim.py draws this as a time line.
 """
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -35,14 +34,14 @@ import shard
 from attention import choose_backend
 from base import disk, host
 from base.disk import human
-from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
-from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
+from base.ranks import Ranks, init_ranks, leave, on_first_rank, set_timeout
+from data import IGNORE, Batch, Loader, epochs_as_steps
 from dataset.prepare import knows_text
 from generate import write_samples
 from hf import lora
 from hf.weights import export_run
 from job.job import Run
-from log import Log, attention_kernel, logger, profile_steps
+from log import Log, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, trainable_parameters
 
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
     asked = on_first_rank(lambda: checkpoint.keep_defaults(asked), ranks)
     config = resolve(asked, ranks)
     if asked.check:
-        return print_check(count_steps(asked, config, ranks), ranks)
+        return preflight.print_check(count_steps(asked, config, ranks), ranks)
     host.set_numerics(config.dtype, config.deterministic)
     with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
         run.config = count_steps(asked, config, ranks)
@@ -63,38 +62,6 @@ def main(argv: list[str]) -> int:
     if run.exit_code == 0:
         leave(ranks)  # several ranks: the process ends in this call
     return run.exit_code
-
-
-def print_check(config: Config, ranks: Ranks) -> int:
-    """--check: everything that can be known without training. The last line is JSON, for launchers."""
-    resume_from, damaged = checkpoint.find(config, checksums=False)
-    checkpoint.refuse_changes(resume_from, config)
-    for message in damaged + config.warnings:
-        print(message)
-    about = {"out": config.out, "device": ranks.device.type, "processes": ranks.world_size}
-    about["state"] = "resume" if resume_from else "fresh"
-    if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
-        about["state"] = "finished"
-        preflight.say_finished(config, resume_from.step)
-    else:
-        data, _, _ = open_inputs(config, resume_from, ranks)
-        if resume_from:
-            data.load_state_dict(resume_from.manifest["position"])  # refuses other data
-        about["attention"] = attention_kernel(config, data, ranks.device)
-        print(plan.describe_room(config, ranks))
-    print(json.dumps(about))
-    return 0
-
-
-def open_inputs(config: Config, resume_from, ranks: Ranks):
-    """Refuses what cannot work -> (data; validation data or None; read(name, slices) of --weights, or None if this rank
-    reads none). All ranks must call."""
-    resumes = resume_from is not None
-    on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
-    on_first_rank(lambda: preflight.refuse_inputs(config, resumes, ranks.world_size), ranks)
-    data, val_data = open_data(config, ranks)
-    read_weights = on_every_rank(lambda: preflight.open_initial_weights(config, resumes, ranks.rank), ranks)
-    return data, val_data, read_weights
 
 
 def resolve(config: Config, ranks: Ranks) -> Config:
@@ -128,7 +95,7 @@ def train(run: Run) -> None:
             finish(run, start)
         return on_first_rank(lambda: preflight.say_finished(config, start), ranks)
     run.begin(start, damaged + config.warnings)
-    data, val_data, read_weights = open_inputs(config, resume_from, ranks)
+    data, val_data, read_weights = preflight.open_inputs(config, resume_from, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)
