@@ -126,6 +126,20 @@ class Config:
     beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
     beta2: float = _tunable(0.95, "AdamW's second beta", below=1)
     clip: float = _tunable(1.0, "largest global gradient norm; 0 = no clipping")
+    dpo: str = _flag(
+        "none",
+        "train on pairs of a chosen and a rejected answer, by this loss; see preferences.py",
+        ("none", "sigmoid", "sigmoid_norm", "ipo", "simpo"),
+        group="pairs of answers",
+    )
+    dpo_beta: float = _flag(
+        0.0, "how strongly the reference holds the model; 0 = 0.1 for sigmoid and ipo", needs=("dpo",)
+    )
+    simpo_gamma: float = _flag(0.5, "margin of --dpo simpo", needs=("dpo",))
+    label_smoothing: float = _flag(
+        0.0, "share of pairs whose label is wrong, for --dpo sigmoid", below=0.5, needs=("dpo",)
+    )
+    dpo_sft: float = _flag(0.0, "weight of the chosen answer's mean cross-entropy", needs=("dpo",))
     dtype: str = _flag(
         "auto",
         "dtype of activations and matrix products; tf32 = fp32 with TF32 products; auto = bf16 if faster, else fp32",
@@ -238,6 +252,8 @@ class Config:
             warnings.append(f"--min_lr {self.min_lr} has no effect with --schedule constant")
         if self.prompt and not self.sample_every:
             warnings.append(f"--prompt {self.prompt} has no effect without --sample_every")
+        if self.dpo != "none" and not self.lora and self.lr > 1e-5:
+            warnings.append(f"--lr {self.lr} with --dpo: without --lora, rates above 1e-5 usually ruin the model")
         if rest < 0:
             warnings.append(f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}")
         elif self.schedule == "wsd" and self.decay_steps > rest:
@@ -264,7 +280,7 @@ def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
         typed, equals, value = word[2:].partition("=")
         name = typed.replace("-", "_")
         if name not in names:
-            near = nearest(name, names)
+            near = next((other for other in names if other.endswith(f"_{name}")), "") or nearest(name, names)
             meant = f"did you mean --{near}? " if near else ""
             raise UserError(f"unknown flag --{typed}; {meant}--help lists all")
         other = REPLACES.get(name)
@@ -352,6 +368,8 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
         theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
         values |= {name: value for name, value in theirs.items() if name not in settings}
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
+    if values["dpo"] in ("sigmoid", "ipo"):
+        values["dpo_beta"] = values["dpo_beta"] or 0.1
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
     names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
@@ -443,7 +461,10 @@ def check_values(c: Config) -> None:
     positions = "dynamic" if "dynamic" in str(model.rope_scaling) else model.positions
     is_short = positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len
     splits_rows = model.n_heads % parts == 0 and c.seq_len % parts == 0 and c.seq_len > parts
-    warm = PROFILE_AFTER + c.profile
+    warm, pairs = PROFILE_AFTER + c.profile, c.dpo != "none"
+    kinds = {"simpo_gamma": "simpo", "label_smoothing": "sigmoid"}
+    changed = [name for name in kinds if getattr(c, name) != getattr(Config, name)]
+    unused = [name for name in changed if c.dpo not in ("none", kinds[name])]
     _refuse_first(
         (fixed, f"--resume_override {', '.join(fixed)}: expected {', '.join(tunable)}; others need a new --out"),
         (not c.out.isprintable(), f"--out {c.out!r}: a run folder's name must be printable"),  # launchers read it
@@ -462,6 +483,9 @@ def check_values(c: Config) -> None:
             not splits_rows,
             f"--context_parallel {parts} must divide the {model.n_heads} heads of {c.model} and --seq_len {c.seq_len}",
         ),
+        (pairs and not c.dpo_beta, f"--dpo {c.dpo} needs a --dpo_beta: 2 for simpo, 5 for sigmoid_norm are usual"),
+        (unused, f"--{'--'.join(unused)} is not for --dpo {c.dpo}: remove it"),
+        (pairs and (c.stream or parts > 1), "--dpo works neither with --stream nor with --context_parallel"),
         (is_short, f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} {positions} positions"),
     )
 
@@ -564,7 +588,7 @@ CONFLICTS = (  # two flags, each with its value if only that one conflicts; the 
 def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     """Refuses flags that exclude each other. world_size: 0 for the flags that a user gives, of which it also refuses
     those that have no effect without another one."""
-    given = {name for name, value in vars(c).items() if value not in (0, "", "off")}
+    given = {name for name, value in vars(c).items() if value not in (0, "", "off", "none")}
     if any("://" in entry for entry in c.data + c.val_data):
         given.add("stream")
     for f in fields(Config) if world_size == 0 else ():

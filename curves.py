@@ -17,12 +17,19 @@ PANELS = {  # fields of metrics.jsonl, and their labels
     "tok_per_s": "tokens per second",
     "mem_gib": "memory (GiB)",
 }
+PAIRS = {  # panels of a run on pairs, instead of others
+    "loss": ("loss", "loss (per pair)"),
+    "val_bpb": ("reward_accuracy", "accuracy of the rewards"),
+    "mem_gib": ("reward_margin", "margin of the rewards"),
+}
 DOTS = {"marker": "o", "ls": "--"}
 STYLES = {  # the name in the legend and the style of fields
     "loss": ("training", {"alpha": 0.35}),
     "mean_loss": ("training, running mean", {}),
     "val_loss": ("validation", DOTS),
     "val_bpb": ("", DOTS),
+    "val_reward_accuracy": ("", DOTS),
+    "val_reward_margin": ("", DOTS),
 }
 logger = logging.getLogger("flatland")
 
@@ -56,21 +63,22 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     from matplotlib.figure import Figure
 
     x = "step" if len(folders) == 1 else "tokens"
-    figure = Figure(figsize=(10, 9))
-    panels = dict(zip(PANELS, figure.subplots(3, 2, sharex=True).flat, strict=True))
+    figure, runs = Figure(figsize=(10, 9)), [_select(read_records(folder)) for folder in folders]
+    has_pairs = any("reward_margin" in record for records in runs for record in records)
+    titles = dict(PAIRS.get(key, (key, title)) if has_pairs else (key, title) for key, title in PANELS.items())
+    panels = dict(zip(titles, figure.subplots(3, 2, sharex=True).flat, strict=True))
     figure.subplots_adjust(left=0.08, right=0.98, bottom=0.06, top=0.96, wspace=0.2, hspace=0.2)
     figure.supxlabel(x, y=0.005)
-    for number, folder in enumerate(folders):
-        records = _select(read_records(folder))
-        for key in (*PANELS, "mean_loss", "val_loss"):
+    for number, (folder, records) in enumerate(zip(folders, runs, strict=True)):
+        for key in (*titles, "mean_loss", "val_loss", "val_reward_accuracy", "val_reward_margin"):
             name, style = STYLES.get(key, ("", {}))
             points = [(r[x], r[key]) for r in records if r.get(key) is not None]
             color = number + len(folders) * key.startswith("val")
-            axis = panels.get(key, panels["loss"])
+            axis = panels.get(key, panels.get(key.removeprefix("val_"), panels["loss"]))
             if points:
                 axis.plot(*zip(*points, strict=True), color=f"C{color}", label=f"{folder.name}: {name}", **style)
     for key, axis in panels.items():
-        axis.set_title(PANELS[key], loc="left", fontsize=10)
+        axis.set_title(titles[key], loc="left", fontsize=10)
         axis.grid(alpha=0.3)
     panels["grad_norm"].set_yscale("log")
     panels["loss"].legend(fontsize=8)

@@ -73,6 +73,12 @@ class Batch:
     positions: Tensor | None = None  # [B, T] int64, 0 where a document begins; None: a row is one sequence
     documents: Tensor | None = None  # with positions: int32, see shapes.document_begins
     sources: Tensor | None = None  # in a mixture: [B] int64, the entry of --data that a row is from
+    pairs: Tensor | None = None  # with --dpo: [B, P] int64, the numbers of each row's pairs; -1: none
+    reference: Tensor | None = None  # with pairs: [B, P, 2] fp32, log p of the reference; see preferences.py
+
+    def units(self) -> int:
+        """The number of terms of the summed loss: trained tokens, or pairs."""
+        return int((self.targets != IGNORE).sum() if self.pairs is None else (self.pairs >= 0).sum())
 
     def to(self, device: torch.device) -> "Batch":
         """Asynchronous on a GPU."""
@@ -122,6 +128,8 @@ class Loader:
         # samples: handed out so far, over all ranks. lanes: by stream, the positions of its lanes.
         self.position = {"samples": 0, "lanes": {}}
         self.kept_steps = []  # of a validation stream
+        self.pair_begins = np.cumsum([0, *(s.pair_count for s in self.sources)])  # the first pair of each source
+        self.reference = None  # of all pairs [pairs, 2] fp32, which preferences.py sets
 
     @property
     def accumulates(self) -> bool:
@@ -272,16 +280,37 @@ class Loader:
         real = mine < len(row)
         mine = np.where(real, mine, 0)
         tokens, targets, begins = self._read(np.where(real, source[mine], -1), row[mine])
-        arrays, out = (tokens[:, self.columns], targets[:, self.columns], begins, source[mine]), []
-        for *parts, begins, source in zip(*(torch.from_numpy(a).split(self.micro_batch) for a in arrays), strict=True):
+        arrays, out = [tokens[:, self.columns], targets[:, self.columns], begins, source[mine]], []
+        if self.pair_begins[-1]:
+            arrays += self._pairs_of(np.where(real, source[mine], -1), row[mine])
+        split = (torch.from_numpy(array).split(self.micro_batch) for array in arrays)
+        for tokens, targets, begins, source, *pairs in zip(*split, strict=True):
             positions = documents = None
             if self.separate:
                 begins[:, 0] = True  # a row begins a document, too
                 index = torch.arange(begins.shape[1])
                 positions = index - torch.where(begins, index, 0).cummax(1).values
                 documents = document_begins(positions)
-            out.append(Batch(*parts, positions, documents, source if len(self.sources) > 1 else None))
+            sources = source if len(self.sources) > 1 else None
+            out.append(Batch(tokens, targets, positions, documents, sources, *pairs))
         return out
+
+    def _pairs_of(self, source: np.ndarray, row: np.ndarray) -> list[np.ndarray]:
+        """-> (the numbers of the pairs of each row [n, P], log p of their reference [n, P, 2]). source -1: none"""
+        pairs = np.full((len(row), max(s.pairs.shape[1] for s in self.sources)), -1)
+        for i, s in enumerate(self.sources):
+            numbers = s.pairs[row[source == i]]
+            pairs[source == i, : numbers.shape[1]] = np.where(numbers >= 0, numbers + self.pair_begins[i], -1)
+        reference = np.zeros((*pairs.shape, 2), np.float32)
+        if self.reference is not None:
+            reference[pairs >= 0] = self.reference[pairs[pairs >= 0]]
+        return [pairs, reference]
+
+    def first_visits(self, steps: int) -> int:
+        """The number of steps, of so many, until every row that they visit has been visited once."""
+        share = sum(self.weights)
+        samples = max(s.count * share / weight for s, weight in zip(self.sources, self.weights, strict=True) if weight)
+        return min(steps, math.ceil(samples / self.step_rows) + 1)
 
 
 def flag_of(config: Config, split: str) -> str:
@@ -355,7 +384,10 @@ def show(loader: Loader, step: int, n: int) -> Iterator[str]:
     rows = ((batch, i) for batches in steps for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
-        out = [f"--- row {number}"]
+        out, names = (
+            [f"--- row {number}"],
+            itertools.cycle(["document"] if batch.pairs is None else ["chosen", "rejected"]),
+        )
         for start, stop in itertools.pairwise([*starts, loader.config.seq_len]):
             tokens, targets = batch.tokens[i, start:stop].tolist(), batch.targets[i, start:stop].tolist()
             trained = [target != IGNORE for target in targets]
@@ -363,7 +395,7 @@ def show(loader: Loader, step: int, n: int) -> Iterator[str]:
                 out.append(f"--- {stop - start} places filled up, not trained on")
                 continue
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
-            out += ["--- document", decode_marked(tokenizer, tokens, [False, *trained])]
+            out += [f"--- {next(names)}", decode_marked(tokenizer, tokens, [False, *trained])]
         yield "\n".join(out)
 
 

@@ -38,6 +38,7 @@ from hf.lora import flops_per_token
 from job.job import logger, refuse_unusable
 from model import IGNORE, Transformer
 from optim import DTYPES
+from preferences import FIGURES
 from shard import mesh_shape
 
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
@@ -49,6 +50,18 @@ MORE = {  # parts of the line for values that only some records have
     "val_loss": ", val loss {val_loss:.5f}",
     "val_bpb": ", {val_bpb:.4f} bits per byte",
 }
+
+
+# Names that trackers get, as from TRL's trainer.
+TRL = {
+    "rewards_chosen": "rewards/chosen",
+    "rewards_rejected": "rewards/rejected",
+    "reward_accuracy": "rewards/accuracies",
+    "reward_margin": "rewards/margins",
+    "logp_chosen": "logps/chosen",
+    "logp_rejected": "logps/rejected",
+}
+TRL |= {f"val_{name}": f"eval_{name_there}" for name, name_there in TRL.items()}
 
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
@@ -95,6 +108,8 @@ class Log:
         self.sources = sources
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
         self.router_sums = torch.zeros(())
+        # pairs, then preferences.FIGURES
+        self.pair_sums = torch.zeros(1 + len(FIGURES), dtype=torch.float64, device=self.ranks.device)
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
         self.trackers = {}
@@ -122,7 +137,7 @@ class Log:
             return
         self.predicted = predicted
         config, folder, size = self.config, self.run.folder, self.ranks.world_size
-        if val_data:
+        if val_data and config.dpo == "none":
             self.val_bytes, self.val_tokens = val_data.text_bytes()
         attention = attention_kernel(config, data, self.ranks.device)
         env = describe_environment() | {
@@ -155,6 +170,9 @@ class Log:
                 self.by_source.index_add_(1, batch.sources, rows)
             if details.router_sums is not None:
                 self.router_sums = self.router_sums + details.router_sums
+            if batch.pairs is not None:
+                self.pair_sums[0] += (batch.pairs >= 0).sum()
+                self.pair_sums[1:] += details.figures
 
     def _speed(self, step: int) -> dict[str, float]:
         """Averages since the last record. Tokens, speed and MFU count whole rows, because unused places and tokens
@@ -173,17 +191,16 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
         }
 
-    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
+    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val: dict[str, float]) -> None:
         """Records a step. Reading the loss is the only wait for the device. All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
         tokens = step * self.config.batch_tokens
         record = {"step": step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= self._speed(step)
         record |= self._gather(record["data_ms"])
-        if val_loss is not None:
-            record["val_loss"] = val_loss
-            if self.val_bytes:
-                record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
+        record |= val
+        if val and self.val_bytes:
+            record["val_bpb"] = val["val_loss"] * self.val_tokens / math.log(2) / self.val_bytes
         self.add(**record)
         more = [text.format_map(record) for name, text in MORE.items() if name in record]
         logger.info(LINE.format_map(record) + "".join(more))
@@ -196,7 +213,8 @@ class Log:
         """The figures that need every rank: the longest wait for data and its rank, memory, losses by source and
         experts. Collectives make all ranks equally slow, so step_ms names no slow rank. All ranks must call."""
         local = data_ms, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
-        data_ms, memory, by_source, router_sums = zip(*gather(local, self.ranks), strict=True)
+        local += (self.pair_sums.cpu(),)
+        data_ms, memory, by_source, router_sums, pair_sums = zip(*gather(local, self.ranks), strict=True)
         figures = {"data_ms": max(data_ms), "data_rank": data_ms.index(max(data_ms)), "mem_gib": max(memory)}
         for name, loss, tokens in zip(self.sources, *sum(by_source).tolist(), strict=True):
             if tokens:
@@ -207,7 +225,11 @@ class Log:
             figures["router_aux_loss"] = (losses[0] / tokens[0]).item()
             loads = sum(layers)  # of each expert, as a multiple of an even share
             figures |= {f"expert_load_{e}": load.item() for e, load in enumerate(loads / loads.mean())}
+        pairs, *totals = sum(pair_sums).tolist()
+        if pairs:
+            figures |= {name: value / pairs for name, value in zip(FIGURES, totals, strict=True)}
         self.by_source.zero_()
+        self.pair_sums.zero_()
         self.router_sums = torch.zeros(())
         return figures
 
@@ -224,7 +246,7 @@ class Log:
         self.run.write_status("running", record["step"])
         for name, tracker in [*self.trackers.items()]:
             try:
-                tracker.log(record, step=record["step"])
+                tracker.log(_rename(record), step=record["step"])
             except Exception as e:
                 del self.trackers[name]
                 logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
@@ -258,13 +280,18 @@ def keep_records(file: Path, start: int) -> None:
 # ---- trackers
 
 
+def _rename(record: dict) -> dict:
+    """A record with TRL's names for the figures of pairs."""
+    return {TRL.get(name, name): value for name, value in record.items()}
+
+
 def open_tracker(name: str, folder: Path):
     """A run of wandb, or a TensorBoard, which has received the records in metrics.jsonl."""
     records = read_records(folder)
     try:
         tracker = TensorBoard(folder) if name == "tensorboard" else _start_wandb(folder, not records)
         for record in records:
-            tracker.log(record, step=record["step"])
+            tracker.log(_rename(record), step=record["step"])
     except Exception as e:
         raise UserError(f"--track {name}: {e}") from None
     return tracker

@@ -298,9 +298,16 @@ def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so only
-    one chunk of the [N, V] logits exists at a time, and none is saved for the backward pass.
+def head_pass(
+    x: Tensor,  # [n, D]
+    weight: Tensor,  # [V, D]
+    targets: Tensor,  # [n]
+    cross_entropy: Callable,
+    grads: bool,
+    scale: Tensor | None = None,  # fp32 [n]: the gradient of each row's loss; None: ones
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Linear + cross-entropy in chunks of rows, so that only one chunk of the [n, V] logits exists at a time -> (losses
+    fp32 [n]; with `grads`, the gradients of their scaled sum for x and, if it is trained, for the weight).
 
     Let G [N, V] be the gradient of the summed loss with respect to the logits x W^T. Then dx = G W and dW = G^T x. A
     chunk of rows gives its own rows of dx and adds its part to dW. The backward pass only multiplies both by the
@@ -308,34 +315,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     Cross-entropy sees the V columns of the vocabulary. `padded` adds columns of zeros, which it does not touch: so they
     are zero in the gradient of the logits, too. The gradient of the weight leaves them out."""
+    w, V = padded(weight, x.dtype), len(weight)
+    gradient_bytes = 4 * w.numel()
+    chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 5 * gradient_bytes))
+    rows = chunk_bytes // (w.shape[0] * w.itemsize)
+    # Powers of two suit the kernels, and divide most batches: chunks of one shape are compiled once.
+    rows = len(x) if len(x) <= rows else 2 ** max(7, rows.bit_length() - 1)
+    needs_dw = grads and weight.requires_grad
+    accumulates = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
+    dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and accumulates else None
+    dx = torch.empty_like(x) if grads else None
+    losses = []
+    for a in range(0, len(x), rows):
+        chunk = x[a : a + rows]
+        logits = chunk @ w.T
+        losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
+        if grads:  # the logits have become their gradient
+            if scale is not None:
+                logits *= scale[a : a + rows, None]
+            dx[a : a + rows] = logits @ w
+        if needs_dw and accumulates:
+            add_product(dw, logits.T, chunk)
+        elif needs_dw:
+            dw = logits.T @ chunk
+        del logits  # before the next chunk's
+    return torch.cat(losses), dx, dw[:V].to(weight.dtype) if needs_dw else None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The summed loss. Its gradients are computed in the forward pass, and nothing of the logits is saved."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
-        w, V = padded(weight, x.dtype), len(weight)
-        gradient_bytes = 4 * w.numel()
-        chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 5 * gradient_bytes))
-        rows = chunk_bytes // (w.shape[0] * w.itemsize)
-        # Powers of two suit the kernels, and divide most batches: chunks of one shape are compiled once.
-        rows = len(x) if len(x) <= rows else 2 ** max(7, rows.bit_length() - 1)
-        needs_dw = grads and weight.requires_grad
-        accumulates = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
-        dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and accumulates else None
-        dx = torch.empty_like(x) if grads else None
-        losses = []
-        for a in range(0, len(x), rows):
-            chunk = x[a : a + rows]
-            logits = chunk @ w.T
-            losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
-            if grads:
-                dx[a : a + rows] = logits @ w  # the logits have become their gradient
-            if needs_dw and accumulates:
-                add_product(dw, logits.T, chunk)
-            elif needs_dw:
-                dw = logits.T @ chunk
-            del logits  # before the next chunk's
+        losses, dx, dw = head_pass(x, weight, targets, cross_entropy, grads)
         if grads:
-            ctx.save_for_backward(dx, dw[:V].to(weight.dtype) if needs_dw else None)
-        losses = torch.cat(losses)
+            ctx.save_for_backward(dx, dw)
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
@@ -347,23 +361,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grad, dw, None, None, None
 
 
+class _TokenLosses(torch.autograd.Function):
+    """The loss of each token, for objectives that are no sum of them (preferences.py). The weight of each token in the
+    gradient is known only in the backward pass, which computes the logits again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cross_entropy) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.cross_entropy = cross_entropy
+        return head_pass(x, weight, targets, cross_entropy, grads=False)[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, targets = ctx.saved_tensors
+        _, dx, dw = head_pass(x, weight, targets, ctx.cross_entropy, grads=True, scale=grad)
+        return dx, dw, None, None
+
+
 class LossHead(nn.Module):
-    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and the loss of each row (fp32 [B], without
-    gradient), and never holds the [B, T, V] logits. Without targets it returns the logits in fp32. Both are in one
-    module, so that sharding gathers its weight for both."""
+    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and the loss of each token (fp32 [B, T],
+    without gradient), or, with per_token, only the latter, with gradient. It never holds the [B, T, V] logits. Without
+    targets it returns the logits in fp32. All are in one module, so that sharding gathers its weight for all."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.cross_entropy = cross_entropy  # or that, compiled
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, per_token: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
             return F.linear(x, self.weight.to(x.dtype)).float()
-        loss, losses = _LinearCrossEntropy.apply(
-            x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled(), self.cross_entropy
-        )
-        return loss, losses.view(targets.shape).sum(1)
+        tensors = x.flatten(0, 1), self.weight, targets.flatten()
+        if per_token:
+            return _TokenLosses.apply(*tensors, self.cross_entropy).view(targets.shape)
+        loss, losses = _LinearCrossEntropy.apply(*tensors, torch.is_grad_enabled(), self.cross_entropy)
+        return loss, losses.view(targets.shape)
 
 
 def document_mask(positions: Tensor) -> Tensor:
@@ -387,11 +421,17 @@ class Details(NamedTuple):
     """Sums of one forward pass that the log reports, without gradient.
 
     row_losses: fp32 [B]. router_sums: None without experts, else fp32 [L + 2, E]. Rows 0 ... L - 1: the tokens assigned
-    to each expert of a layer. Row L: the balancing loss times the trained tokens. Row L + 1: the trained tokens. Each
-    of the last two rows repeats one number. One tensor: the log sums all of it over the ranks at once."""
+    to each expert of a layer. Row L: the balancing loss times the units (trained tokens or pairs). Row L + 1: the
+    units. Each of the last two rows repeats one number. One tensor: the log sums all of it over the ranks at once.
+    figures: of an objective."""
 
     row_losses: Tensor
     router_sums: Tensor | None
+    figures: Tensor | None = None
+
+
+# The losses of tokens [B, T] -> (the loss, summed over units; their number; figures for the log, without gradient)
+Objective = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Transformer(nn.Module):
@@ -404,7 +444,8 @@ class Transformer(nn.Module):
     documents: where documents begin, int32, for the packed back-ends (attention.py). If it is left out, it is computed.
 
     If shard.share_rows has set a `part` of each row, tokens and targets are of that part, positions and documents of
-    whole rows, and the loss is the part's."""
+    whole rows, and the loss is the part's. objective: computes another loss from those of the tokens, as preferences.py
+    does."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
@@ -426,17 +467,22 @@ class Transformer(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
-        details: bool = False,
+        details: bool = False, objective: Objective | None = None,
     ) -> Tensor | tuple[Tensor, Details]:  # fmt: skip
-        used, router_sums = None, None
+        used = router_sums = figures = units = None
         if self.config.n_experts and torch.is_grad_enabled():
             used = self.used_places(targets, positions)
         x, routed = self._hidden(tokens, positions, None, documents, used)
-        loss, row_losses = self.lm_head(x, targets)
+        if objective:
+            losses = self.lm_head(x, targets, per_token=True)
+            loss, units, figures = objective(losses)
+        else:
+            loss, losses = self.lm_head(x, targets)
         if used is not None:
-            extra, router_sums = self.balance(torch.stack(routed), targets, used)
+            units = (targets != IGNORE).sum() if units is None else units
+            extra, router_sums = self.balance(torch.stack(routed), units, used)
             loss = loss + (extra - extra.detach())  # adds its gradient; the reported loss does not include it
-        return (loss, Details(row_losses, router_sums)) if details else loss
+        return (loss, Details(losses.detach().sum(1), router_sums, figures)) if details else loss
 
     def logits(self, tokens: Tensor, positions: Tensor | None = None, cache=None, last: bool = False) -> Tensor:
         """[B, T, V] fp32; last: only each row's last token, [B, 1, V]. With a cache, the first call may give it many
@@ -454,10 +500,10 @@ class Transformer(nn.Module):
         last_trained = self.part.gather(documents * (targets != IGNORE)).amax((0, 2))  # [B]
         return documents <= last_trained[:, None]
 
-    def balance(self, routers: Tensor, targets: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    def balance(self, routers: Tensor, units: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """The load-balancing loss of one forward pass (arXiv 2101.03961, as Hugging Face's Mixtral has it with an
-        attention mask), times its coefficient and the trained tokens, so that it and the summed loss are divided by
-        their global number alike.
+        attention mask), times its coefficient and the units (trained tokens or pairs), so that it and the summed loss
+        are divided by their global number alike.
 
             E sum_e (assignments to e / N L) (router probability of e / N L)    summed over all layers and used places
 
@@ -470,11 +516,11 @@ class Transformer(nn.Module):
         L, _, _, E = routers.shape
         n = self.part.count
         assignments, probabilities = self.part.gather(routers).sum(0).sum(2).unbind(1)  # [L, E] each
-        count, trained = self.part.gather(torch.stack((used.sum(), (targets != IGNORE).sum()))).sum(0)
-        count, trained = count.clamp(min=1) * L, trained.float()
+        count, units = self.part.gather(torch.stack((used.sum(), units))).sum(0)
+        count, units = count.clamp(min=1) * L, units.float()
         loss = E * (assignments.sum(0) * probabilities.sum(0)).sum() / count.float().square()
-        sums = torch.cat((assignments, loss * trained.expand(1, E), trained.expand(1, E))).detach()
-        return self.config.router_aux_loss_coef * loss * trained / n, sums / n
+        sums = torch.cat((assignments, loss * units.expand(1, E), units.expand(1, E))).detach()
+        return self.config.router_aux_loss_coef * loss * units / n, sums / n
 
     def _hidden(
         self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None,

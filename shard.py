@@ -274,6 +274,7 @@ def shard_model(
     reshard: str = "auto",
     prefetch: int = 1,
     offload: bool = False,
+    head_in_backward: bool = False,
 ) -> None:
     """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. The units are the
     embedding, each block, lm_head, and the rest of the model. Tied embeddings belong to the rest.
@@ -281,7 +282,8 @@ def shard_model(
     offload: parameters, gradients and moments are kept in the host's memory. With several micro-batches, adding up
     their gradients there makes each backward pass wait for the copies.
 
-    The backward pass of the embedding and of our loss head needs no weight: theirs are not gathered again."""
+    The backward pass of the embedding needs no weight, and that of our loss head only for an objective of pairs
+    (head_in_backward): otherwise theirs are not gathered again."""
     if mesh is None:
         return
     from torch.distributed.fsdp import (
@@ -314,7 +316,7 @@ def shard_model(
         if mesh.size() > 1:  # for one rank, FSDP would copy the gradients to divide them by 1
             unit.set_gradient_divide_factor(1.0)  # sums: the step divides by the number of trained tokens later
             unit.set_force_sum_reduction_for_comms(True)  # plain sums: gloo has no scaled ones
-        unit.set_unshard_in_backward(unit not in ends)
+        unit.set_unshard_in_backward(unit not in ends or head_in_backward and unit is model.lm_head)
     in_order = [model, *units[:-1]]  # the rest of the model is gathered first
     if prefetch:
         for i, unit in enumerate(in_order):

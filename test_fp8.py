@@ -233,7 +233,7 @@ ranks, step, evaluated = init_ranks(), train.train_step, []
 run = types.SimpleNamespace(ranks=ranks, phase=lambda name: contextlib.nullcontext())
 def step_and_evaluate(model, optimizer, batches, *args):
     result = step(model, optimizer, batches, *args)
-    evaluated.append(train.evaluate(model, [batches], run))
+    evaluated.append(train.evaluate(model, [batches], run)["val_loss"])
     run.layer = model.layers[0].mlp.down_proj
     return result
 train.train_step = step_and_evaluate

@@ -63,7 +63,9 @@ def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size
 
 
 def record(run: Log, step: int, loss=2.5, **values) -> None:
-    run.step(step, torch.tensor(loss), torch.tensor(0.75), 1e-4, values.pop("val_loss", None))
+    run.step(
+        step, torch.tensor(loss), torch.tensor(0.75), 1e-4, {n: values.pop(n) for n in [*values] if n == "val_loss"}
+    )
     run.add(step, **values)
 
 
@@ -156,7 +158,7 @@ def test_losses_by_source_and_shares_of_experts(tmp_path, passes):
     as whole rows in the speed and by trained tokens in the losses. Two layers have four experts; the first layer does
     not use the last expert. Each record has only its own steps."""
     run = make_log(tmp_path, sources=["a", "b", "unused"])
-    batch = SimpleNamespace(targets=torch.tensor([[1] * 12, [1] + [-100] * 11, [1] * 2 + [-100] * 10]))
+    batch = SimpleNamespace(pairs=None, targets=torch.tensor([[1] * 12, [1] + [-100] * 11, [1] * 2 + [-100] * 10]))
     batch.sources = torch.tensor([0, 0, 1])
     routers = torch.tensor([[8.0, 8, 8, 0], [2, 2, 2, 18], [12 * 1.5] * 4, [12] * 4])  # model.Details
     details = SimpleNamespace(row_losses=torch.tensor([24.0, 2.0, 4.0]), router_sums=routers)

@@ -29,13 +29,14 @@ import checkpoint
 import fp8
 import nf4
 import plan
+import preferences
 import preflight
 import shard
 from attention import choose_backend
 from base import disk, host
 from base.disk import human
 from base.ranks import Ranks, init_ranks, leave, on_first_rank, set_timeout
-from data import IGNORE, Batch, Loader, epochs_as_steps
+from data import Batch, Loader, epochs_as_steps
 from dataset.prepare import knows_text
 from generate import write_samples
 from hf import lora
@@ -105,6 +106,10 @@ def train(run: Run) -> None:
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
+    objective = preferences.make_objective(config)
+    if objective:
+        weight_scales.refresh()  # as a step does
+        preferences.set_references(model, [data, val_data], objective, run, resume_from)
     gradients = Gradients(model, config, ranks, mesh)
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
@@ -117,15 +122,15 @@ def train(run: Run) -> None:
                 micro_batches = next(steps)
             lr = learning_rate(config, step)
             loss, grad_norm, details = train_step(
-                model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard
+                model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard, objective
             )
             log.sum_details(details)
             stops = run.agrees_to_stop(saver.failed)  # all ranks vote; several answer one step late
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
-            val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
+            val = evaluate(model, val_data, run, objective) if todo.evaluate and val_data else {}
             if todo.record:
-                log.step(step, loss, grad_norm, lr, val_loss)
+                log.step(step, loss, grad_norm, lr, val)
             if todo.save:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
                 log.add(step, save_ms=saver.save(step, probe))
@@ -162,9 +167,11 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
 def train_step(
     model: Transformer, optimizer: Optimizer, micro_batches: list[Batch], lr: float, gradients: Gradients,
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
+    objective: preferences.Objective | None = None,
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
-    """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm, each micro-batch with
-    its Details). Loss and norm count all ranks: fp32 scalars on the gradients' device. All ranks must call.
+    """One optimizer step on this rank's micro-batches -> (loss per unit, gradient norm, each micro-batch with its
+    Details). The units are the trained tokens, or with an objective the pairs. Loss and norm count all ranks: fp32
+    scalars on the gradients' device. All ranks must call.
 
     Losses and gradients are sums over trained tokens. They are divided once, by the trained tokens of all ranks and
     micro-batches. Suppose rank 0 trains on 10 tokens and rank 1 on 1,000:
@@ -178,25 +185,31 @@ def train_step(
     number of ranks and with the size of micro-batches; the quotient of sums does not. A gradient is a sum of its
     tokens' gradients like the loss, so the same division makes it the gradient of 2.01."""
     weight_scales.refresh()  # of FP8, if there is some
-    local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
+    local_loss, local_units, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
         shard.prepare_backward(model, i == len(micro_batches) - 1, reshard)
-        local_tokens += int((batch.targets != IGNORE).sum())  # on the host, which does not wait for the GPU
+        local_units += batch.units()  # on the host, which does not wait for the GPU
         batch = batch.to(device)
-        batch_loss, batch_details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
+        batch_loss, batch_details = forward(model, batch, objective)
         batch_loss.backward()
         local_loss += batch_loss.detach()
         details.append((batch, batch_details))
 
-    loss_sum, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
-    loss = loss_sum / tokens  # the mean over the trained tokens; without any it is NaN, and the update is skipped
-    grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
+    loss_sum, units, squared_norm = gradients.global_sums(local_loss, local_units)  # over all ranks
+    loss = loss_sum / units  # the mean over the units; without any it is NaN, and the update is skipped
+    grad_norm = squared_norm.sqrt() / units  # of the mean's gradient; the gradients themselves are still sums
     clip = gradients.config.clip
     # Clipping multiplies the mean's gradient by clip / grad_norm if it is longer than clip: a divisor of at least 1.
     clip_divisor = (grad_norm / clip).clamp(min=1.0) if clip else 1.0
     gradients.skip = (~(loss.isfinite() & grad_norm.isfinite())).float()  # gradients.check reads it one step later
-    optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=gradients.skip)
+    optimizer.step(lr, grad_divisor=units * clip_divisor, skip=gradients.skip)
     return loss, grad_norm, details
+
+
+def forward(model: Transformer, batch: Batch, objective: preferences.Objective | None = None) -> tuple[Tensor, Details]:
+    """-> (the loss of a micro-batch, summed over its units, Details)"""
+    how = objective.of(batch) if objective else None
+    return model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True, objective=how)
 
 
 def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
@@ -216,7 +229,10 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     shard.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
     shard.offload_activations(model, config.offload_activations, ranks.device)
-    shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
+    pairs = config.dpo != "none"
+    shard.shard_model(
+        model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload, pairs
+    )
     host.allocate(model, "cpu" if offload else ranks.device)
     model.tie_weights()
     return model
@@ -235,22 +251,28 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, data: Loader, run: Run) -> float:
-    """Mean loss per trained token of the validation batches. All ranks must call."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)  # loss, trained tokens
+def evaluate(
+    model: Transformer, data: Loader, run: Run, objective: preferences.Objective | None = None
+) -> dict[str, float]:
+    """Means per unit over the validation batches: val_loss, with an objective also its figures. All ranks must call."""
+    names = ["loss", *preferences.FIGURES] if objective else ["loss"]
+    sums = torch.zeros(1 + len(names), dtype=torch.float64, device=run.ranks.device)  # units, then the figures
     model.eval()  # the compute dtype, not FP8
     with run.phase("evaluation"):
         for micro_batches in data:
             for batch in micro_batches:
-                sums[1] += (batch.targets != IGNORE).sum()
+                sums[0] += batch.units()
                 batch = batch.to(run.ranks.device)
-                sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
+                loss, details = forward(model, batch, objective)
+                sums[1] += loss
+                if objective:
+                    sums[2:] += details.figures
                 disk.advance()
         shard.free_gathered(model)
         model.train()
         if run.ranks.world_size > 1:
             torch.distributed.all_reduce(sums)
-        return (sums[0] / sums[1]).item()
+        return {f"val_{name}": value for name, value in zip(names, (sums[1:] / sums[0]).tolist(), strict=True)}
 
 
 def finish(run: Run, step: int) -> None:

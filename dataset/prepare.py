@@ -60,7 +60,7 @@ from dataset.files import (
     log,
     store_errors,
 )
-from hf.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_chat
+from hf.chat import CHATS_KNOWN, Notes, chat_template, find_messages, find_pair, render_chat
 from hf.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
 # Part of the key of prepared tokens. Raise it with any change that makes other tokens or shards of the same text: in
@@ -164,25 +164,27 @@ _tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
 
 class Encoder(NamedTuple):
     """Rows -> token ids. tokenizer, text_field, chat_fields, skip_bad: as the flags name them. chat: the chat format's
-    family, llama or mixtral, where the tokenizer does not say it."""
+    family, llama or mixtral, where the tokenizer does not say it. pairs: each row holds a pair of answers."""
 
     tokenizer: str
     text_field: str = ""
     chat: str = "llama"
     chat_fields: tuple[str, ...] = ()
     skip_bad: int = 0
+    pairs: bool = False
 
     @classmethod
     def of(cls, config) -> "Encoder":
         field = text_fields(config).get("", "")
-        return cls(config.tokenizer, field, config.model_config.chat_format, config.chat_fields, config.skip_bad)
+        chat, pairs = config.model_config.chat_format, config.dpo != "none"
+        return cls(config.tokenizer, field, chat, config.chat_fields, config.skip_bad, pairs)
 
     def of_file(self, file: TextFile) -> "Encoder":
         return self._replace(text_field=file.text_field or self.text_field)
 
-    def read(self, row: TextRow) -> tuple[str, tuple[list[dict], dict, dict] | None]:
-        """-> (the text of a document, None), or ("", what find_messages returns for a conversation). UserError if it is
-        a bad row."""
+    def read(self, row: TextRow) -> tuple[str, list[tuple[list[dict], dict, dict]]]:
+        """-> (the text of a document, []), or ("", what find_messages returns for a conversation, or for the two of a
+        pair). UserError if it is a bad row."""
         content, name = row.content, self.text_field or "text"
         if isinstance(content, bytes):
             try:
@@ -192,32 +194,44 @@ class Encoder(NamedTuple):
         if isinstance(content, str):
             content = {name: content}
         fields = content if isinstance(content, dict) else {}
+        if self.pairs:
+            return "", find_pair(fields, self.chat_fields)
         text = fields.get(name)
         is_named = self.text_field and isinstance(text, str)
         if not is_named and (chat := find_messages(fields, self.chat_fields)):
-            return "", chat
+            return "", [chat]
         if not isinstance(text, str):
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())[:300]
             raise UserError(
                 f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
-        return text, None
+        return text, []
 
     def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
-        """-> (tokens, kind: text or chat, whose tokens carry TRAINED and BEGINS, changes and omissions in a
-        conversation). UserError if it is a bad row."""
+        """-> (tokens, kind: text, or chat or pair, whose tokens carry TRAINED and BEGINS, changes and omissions in a
+        conversation). A pair that says nothing has no tokens. UserError if it is a bad row."""
         tokenizer = _tokenizer(self.tokenizer)
-        text, chat = self.read(row)
-        if not chat:
+        text, conversations = self.read(row)
+        if not conversations:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
-        messages, inputs, others = chat
-        template = chat_template(tokenizer, self.chat)
-        ids, mask = render_chat(tokenizer, messages, template, inputs, notes := [], others)
-        if not any(mask):
-            raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
-        tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
-        tokens[0] |= BEGINS
-        return tokens, "chat", notes
+        if self.pairs and (reason := _says_nothing(*(messages[-1] for messages, *_ in conversations))):
+            return [], "pair", [(reason, str(conversations[0][0][-1].get("content")))]
+        tokens, notes, template = [], [], chat_template(tokenizer, self.chat)
+        for messages, inputs, others in conversations:
+            ids, mask = render_chat(tokenizer, messages, template, inputs, notes, others)
+            if not any(mask):
+                raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
+            ids[0] |= BEGINS
+            tokens += [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+        return tokens, "pair" if self.pairs else "chat", notes
+
+
+def _says_nothing(chosen: dict, rejected: dict) -> str:
+    """Why a pair with these answers is dropped; empty if it is not."""
+    if chosen == rejected:
+        return "a pair of equal answers is dropped"
+    has_text = (str(answer.get("content", "")).strip() or "tool_calls" in answer for answer in (chosen, rejected))
+    return "" if all(has_text) else "a pair with an empty answer is dropped"
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str, Notes]]:
@@ -506,9 +520,9 @@ def _train_tokenizer(sources, encoder, out, vocab_size):
         rest = SAMPLE // len(sources)
         for row in file.rows(0, 0):
             with naming(f"{file.name} row {row.number}"):
-                text, chat = encoder.of_file(file).read(row)
-            if chat:
-                text = "\n".join(str(message.get("content", "")) for message in chat[0])
+                text, conversations = encoder.of_file(file).read(row)
+            for messages, *_ in conversations:
+                text = "\n".join(str(message.get("content", "")) for message in messages)
             texts.append(text[:rest])
             rest -= len(texts[-1])
             if not rest:

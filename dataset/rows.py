@@ -113,7 +113,7 @@ class Listing(NamedTuple):
     files: list[TextFile]
     shards: dict[str, list[Shard]] | None = None  # by split; None: a stream
     delimiter: int | None = None  # the id before a document, if the shards agree on one
-    is_chat: bool = False
+    kind: str = "text"  # or chat, or pair
     tokenizers: dict[str, str] = {}  # fingerprint -> the folder whose index.json records it
 
 
@@ -149,7 +149,7 @@ def _find(entries, flag, config):
         report = {"kind": "", "bad": 0, "notes": {}}
         with ThreadPoolExecutor(1) as pool:
             next(prepare.encode(jobs, Encoder.of(config), pool, 0, report), None)
-        if report["kind"] != "chat":
+        if report["kind"] in ("", "text"):
             return Listing(files)
     return _open(files or [builtin_file()], flag, config)
 
@@ -199,7 +199,10 @@ def _open(files, flag, config):
         raise UserError(f"{flag}: {prepare.MIXED}")
     delimiter = delimiters.pop() if len(delimiters) == 1 else None
     recorded = {i["fingerprint"]: f"{path} with --tokenizer {i['tokenizer']}" for path, i in indexes.items() if i}
-    return Listing(files, splits, delimiter, kinds == {"chat"}, recorded)
+    kind = (*kinds, "text")[0]
+    if (kind == "pair") != (config.dpo != "none"):
+        raise UserError(f"{flag} is prepared for {kind}, which does not fit --dpo {config.dpo}")
+    return Listing(files, splits, delimiter, kind, recorded)
 
 
 # ---- sources
@@ -215,7 +218,7 @@ def open_source(listing: Listing, split: str, config: Config):
         return Stream(listing.files, config)
     shards = listing.shards["train"] + listing.shards["val"] if config.val_data else listing.shards[split]
     delimiter = listing.delimiter if config.delimiter < 0 else config.delimiter
-    return (ChatRows if listing.is_chat else ShardRows)(shards, delimiter, config)
+    return KINDS[listing.kind](shards, delimiter, config)
 
 
 # Opening a file of a network for each conversation would take longer than a step.
@@ -241,7 +244,7 @@ class ShardRows:
     """Rows of seq_len tokens of a long sequence: stretches of shards, one after another. A delimiter begins each
     document; None: unknown. Reading an id beyond the vocabulary raises UserError."""
 
-    note, id_bits, is_chat = "", np.uint32(2**32 - 1), False
+    note, id_bits, is_chat, pair_count = "", np.uint32(2**32 - 1), False, 0
 
     def __init__(self, shards: list[Shard], delimiter: int | None, config: Config):
         self.shards, self.delimiter, self.config = [shard for shard in shards if shard.tokens], delimiter, config
@@ -286,13 +289,24 @@ class ChatRows(ShardRows):
 
     id_bits, is_chat = ID, True
 
-    def _arrange(self):
-        config, T = self.config, self.config.seq_len
+    def _documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """-> (the first token of each conversation, the places that it takes)"""
         starts = [np.zeros(0, np.int64)]
         for begin, end in itertools.pairwise(self.bounds):
             starts.append(begin + np.flatnonzero(self.read(begin, end) >= prepare.BEGINS))
         starts = np.concatenate(starts)
-        lengths = np.diff(np.append(starts, self.tokens)) - 1
+        return starts, np.diff(np.append(starts, self.tokens)) - 1
+
+    def _pack(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """Packs units of these lengths -> the units of each row."""
+        order = permute(np.arange(len(lengths)), len(lengths), f"{self.config.seed}/pack")
+        row = pack(lengths[order], self.config.seq_len)
+        self.count = int(row.max()) + 1
+        return np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
+
+    def _arrange(self):
+        config, T = self.config, self.config.seq_len
+        starts, lengths = self._documents()
         is_long = lengths > T
         kept = ~is_long | (config.long_chats != "drop")
         for i in np.flatnonzero(is_long & kept):  # the first T tokens may contain none that is trained on
@@ -305,10 +319,7 @@ class ChatRows(ShardRows):
             raise NoRows(f"{note}: a larger --seq_len")
         if total - count > total / 100:
             prepare.log.warning(f"{note}: give a larger --seq_len")
-        order = permute(np.arange(count), count, f"{config.seed}/pack")
-        row = pack(self.lengths[order], T)
-        self.count = int(row.max()) + 1
-        self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
+        self.contents = self._pack(self.lengths)
         self.note = f"{note}, in {plural(self.count, 'row')}"
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -325,6 +336,37 @@ class ChatRows(ShardRows):
                 at += n
             begins[i, at : at + 1] = True  # the unused end of a row is a document of its own
         return tokens, targets, begins
+
+
+class PairRows(ChatRows):
+    """Pairs of conversations packed into rows: the chosen one, and the rejected one behind it. A pair is not cut,
+    because a cut answer could turn the preference around.
+
+    pairs: the numbers of each row's pairs, [rows, P]; -1 where a row has fewer."""
+
+    def _arrange(self):
+        T = self.config.seq_len
+        starts, lengths = (x.reshape(-1, 2) for x in self._documents())
+        sizes = lengths.sum(1)
+        kept = sizes <= T
+        self.starts, self.lengths, dropped = starts[kept].ravel(), lengths[kept].ravel(), (~kept).sum()
+        note = f"{plural(len(sizes), 'pair')}, {dropped} dropped because both answers do not fit into --seq_len {T}"
+        if dropped:
+            note += f"; --seq_len {int(np.quantile(sizes, 0.99, method='higher'))} keeps 99 % of them"
+        if not kept.any():
+            raise NoRows(note)
+        if dropped > len(sizes) / 100:
+            prepare.log.warning(note)
+        rows = self._pack(sizes[kept])
+        self.contents = [np.stack((2 * pairs, 2 * pairs + 1), 1).ravel() for pairs in rows]
+        self.pair_count = int(kept.sum())
+        self.pairs = np.full((len(rows), max(map(len, rows))), -1)
+        for row, pairs in zip(self.pairs, rows, strict=True):
+            row[: len(pairs)] = pairs
+        self.note = f"{note}, in {plural(self.count, 'row')}"
+
+
+KINDS = {"text": ShardRows, "chat": ChatRows, "pair": PairRows}
 
 
 class Position(NamedTuple):
@@ -352,7 +394,7 @@ def merge_positions(states: list[dict]) -> dict:
 class Stream:
     """An endless source of rows. Each row can be read once, in ascending order within its lane."""
 
-    count, tokens, note, is_chat = None, 0, "", False
+    count, tokens, note, is_chat, pair_count = None, 0, "", False, 0
 
     def __init__(self, files: list[TextFile], config: Config):
         self.files, self.config, self.encoder = files, config, Encoder.of(config)

@@ -28,6 +28,11 @@ CHAT_FIELDS = (
     ("instruction", "output"),
 )  # fmt: skip
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
+# Names of the preferred answer and of the other one.
+ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+# Fields with the prompt: text or messages. Alpaca's instruction has an input beside it.
+PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "instruction")
+PAIRS_KNOWN = "chosen and rejected with a prompt, or as whole conversations (guide/2 lists the forms)"
 SPEAKERS = {
     "human": "user",
     "gpt": "assistant",
@@ -87,7 +92,7 @@ TOLD = (
 BOOKKEEPING = (
     "category", "cluster", "conversation_hash", "country", "created", "dataset", "date", "detoxify_moderation",
     "difficulty", "domain", "hash", "hashed_ip", "header", "id", "idx", "index", "key", "lang", "language", "license",
-    "meta", "metadata", "model", "openai_moderation", "quality", "redacted", "rejected", "score", "scores", "source",
+    "meta", "metadata", "model", "openai_moderation", "quality", "redacted", "score", "scores", "source",
     "split", "state", "subset", "tags", "task", "text", "timestamp", "topic", "toxic", "turn", "turns", "type", "url",
     "uuid",
 )  # fmt: skip
@@ -143,6 +148,40 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
     inputs |= inputs.pop("chat_template_kwargs", {})
     others = {name: given[name] for name in given if name not in (*names, *chat_fields, system, *INPUTS)}
     return messages, inputs, others
+
+
+def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
+    """-> what find_messages returns for the conversation with the chosen answer and for the one with the rejected
+    answer, where only the last answer is trained on. UserError if the row is no pair, or if the two differ before their
+    last answer."""
+    names = next((names for names in ANSWERS if all(name in row for name in names)), None)
+    if names is None:
+        raise UserError(f"--dpo needs pairs of answers, and this row has none: expected {PAIRS_KNOWN}")
+    others = {name: value for name, value in row.items() if name not in names}
+    if isinstance(others.get("input"), dict):  # OpenAI's form
+        others |= others.pop("input")
+    prompt = next((name for name in PROMPTS if others.get(name)), None)
+    if prompt == "instruction" and others.get("input"):
+        others["instruction"] = f"{others['instruction']}\n\n{others.pop('input')}"
+    question = others.pop(prompt, [])
+    if prompt and prompt not in ("prompt", "question", "instruction"):
+        question = parse_field(question, prompt)
+    found = []
+    for name in names:
+        answer = [row[name]] if isinstance(row[name], dict) else row[name]
+        if prompt is None:
+            conversation = find_messages(others | {"messages": answer}, chat_fields)
+        else:
+            conversation = find_messages(others | {"prompt": question, "completion": answer}, chat_fields)
+        messages, inputs, unread = conversation or ([], {}, {})
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise UserError(f"a pair whose {name} does not end with an answer of the assistant")
+        earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]]
+        last = {key: value for key, value in messages[-1].items() if key != "weight"}
+        found.append(([*earlier, last], inputs, unread))
+    if found[0][0][:-1] != found[1][0][:-1]:
+        raise UserError(f"{' and '.join(names)} differ before their last answer: only the last may differ")
+    return found
 
 
 def parse_field(value, name: str, kind: type = list):

@@ -213,8 +213,8 @@ ONE_QUESTION = [
     {"messages": [ASK | {"weight": None}, ANSWER | {"tool_calls": None}], "system": None, "text": "Why? So."},
     {"conversation": [{"role": "user", "content": "Why?"}, {"role": "bot", "content": "So."}]},
     {"prompt": "Why?", "completion": "So."}, {"prompt": [ASK], "completion": [ANSWER]},
-    {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "No."}]},
-    {"prompt": [ASK], "chosen": [ANSWER], "rejected": "No."}, {"instruction": "Why?", "input": "", "output": "So."},
+    {"prompt": "Why?", "chosen": [ASK, ANSWER]},
+    {"prompt": [ASK], "chosen": [ANSWER]}, {"instruction": "Why?", "input": "", "output": "So."},
     {"ask": "Why?", "say": "So."}, {"ask": "Why?", "say": "So.", "sys": ""},
 ]  # fmt: skip
 ADDS = '<call>{"name": "add", "arguments": {"a": 1}}</call>'

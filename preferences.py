@@ -1,0 +1,206 @@
+"""Training on pairs of answers to one prompt, of which one was preferred: DPO and its relatives.
+
+A pair is two neighbouring documents of a packed row, the chosen conversation and then the rejected one. Only the tokens
+of their last answers are trained on. Let log p be the sum of an answer's log-probabilities, n their number, and p_ref
+the same of the reference, which is the model before its first step. beta says how strongly the model is held to it.
+
+    s = log p - log p_ref of each answer;   m = s_chosen - s_rejected
+    sigmoid       -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)              e = label_smoothing
+    sigmoid_norm  -log sigmoid(beta (s_chosen / n_chosen - s_rejected / n_rejected))
+    ipo           (s_chosen / n_chosen - s_rejected / n_rejected - 1 / (2 beta))^2
+    simpo         -log sigmoid(beta (log p_chosen / n_chosen - log p_rejected / n_rejected) - gamma), without reference
+
+Where they come from: a model that maximises a reward r, minus beta times its divergence from the reference, has
+r = beta log(p / p_ref) + a term that only the prompt decides. In the difference of two answers' rewards this term
+cancels, so sigmoid(r_chosen - r_rejected) = sigmoid(beta m), the probability that the chosen answer wins (Bradley and
+Terry), needs no model of rewards. At the first step p is p_ref: m is 0, and the loss of a pair ln 2.
+
+The loss of a step is the sum over the pairs of all ranks, divided by the number of pairs. --dpo_sft adds the mean
+cross-entropy of the chosen answer's tokens to each pair.
+
+Sources: DPO (arXiv 2305.18290); label smoothing (2310.12036, Mitchell's cDPO note); IPO (2310.12036), averaged over the
+tokens as in TRL; SimPO (2405.14734); the cross-entropy (RPO, 2404.19733)."""
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from base import disk
+from base.errors import UserError
+from base.ranks import on_first_rank
+from shard import free_gathered
+
+logger = logging.getLogger("flatland")
+FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")
+
+
+class Objective(NamedTuple):
+    """The numbers of a loss of pairs, as the flags of the same names give them."""
+
+    dpo: str
+    dpo_beta: float
+    simpo_gamma: float = 0.5
+    label_smoothing: float = 0.0
+    dpo_sft: float = 0.0
+
+    def of(self, batch) -> Callable:
+        """The objective of a data.Batch with pairs, for model(...)."""
+        pairs = batch.pairs >= 0
+        return partial(
+            pair_loss,
+            targets=batch.targets,
+            positions=batch.positions,
+            pairs=pairs,
+            reference=batch.reference,
+            objective=self,
+        )
+
+
+def make_objective(config) -> Objective | None:
+    """The objective of a config.Config; None without --dpo."""
+    if config.dpo == "none":
+        return None
+    return Objective(*(getattr(config, name) for name in Objective._fields))
+
+
+def answer_sums(values: Tensor, positions: Tensor, documents: int) -> Tensor:
+    """values [B, T] -> their sums over the first documents of each row, [B, documents]. A document begins where the
+    position is 0. Sums of a mask, unlike a scatter, add in the same order in every run."""
+    document = (positions == 0).cumsum(1)[:, None]  # [B, 1, T], from 1
+    number = torch.arange(1, documents + 1, device=values.device)[:, None]
+    return torch.where(document == number, values[:, None], 0).sum(2)
+
+
+def pair_sums(losses: Tensor, targets: Tensor, positions: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Losses of tokens [B, T] -> (log p, trained tokens), [B, pairs, 2] each: of the chosen and the rejected answer."""
+    shape = len(losses), pairs, 2
+    logp = -answer_sums(losses, positions, 2 * pairs).view(shape)
+    tokens = answer_sums((targets >= 0).float(), positions, 2 * pairs).view(shape)
+    return logp, tokens
+
+
+def pair_losses(logp: Tensor, tokens: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """log p, trained tokens and reference [..., 2] of chosen and rejected answers -> (the loss of each pair, the
+    rewards [..., 2] of its answers: beta s, and for simpo beta log p / n)."""
+    kind, beta = objective.dpo, objective.dpo_beta
+    score = logp if kind == "simpo" else logp - reference
+    reward = score if kind == "sigmoid" else score / tokens
+    chosen, rejected = reward.unbind(-1)
+    margin = chosen - rejected
+    if kind == "ipo":
+        losses = (margin - 1 / (2 * beta)).square()
+    else:
+        margin = beta * margin
+        if kind == "simpo":
+            margin = margin - objective.simpo_gamma
+        e = objective.label_smoothing
+        losses = -(1 - e) * F.logsigmoid(margin)
+        if e:
+            losses = losses - e * F.logsigmoid(-margin)
+    if objective.dpo_sft:
+        losses = losses - objective.dpo_sft * (logp / tokens)[..., 0]
+    return losses, beta * (reward if kind == "simpo" else score).detach()
+
+
+def pair_loss(
+    losses: Tensor,  # [B, T], of the tokens
+    targets: Tensor,  # [B, T]
+    positions: Tensor,  # [B, T]
+    pairs: Tensor,  # bool [B, P]: a row has up to P pairs
+    reference: Tensor,  # fp32 [B, P, 2]: log p of the reference
+    objective: Objective,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (the loss summed over the pairs; their number; the sums of FIGURES, fp64 without gradient)"""
+    logp, tokens = pair_sums(losses, targets, positions, pairs.shape[1])
+    tokens = tokens.clamp(min=1)  # where there is no pair
+    each, rewards = pair_losses(logp, tokens, reference, objective)
+    loss = torch.where(pairs, each, 0).sum()
+    chosen, rejected = rewards.unbind(-1)
+    figures = torch.stack(
+        (chosen, rejected, (chosen > rejected).float(), chosen - rejected, *logp.detach().unbind(-1)), -1
+    )
+    return loss, pairs.sum(), torch.where(pairs[..., None], figures, 0).double().sum((0, 1))
+
+
+# ---- the reference
+
+
+@torch.no_grad()
+def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
+    """log p of both answers of each pair that the first `steps` steps of a Loader visit, [pairs, 2] fp32; NaN for the
+    others. The passes are those of training, so that at the first step log p is bit-equal. All ranks must call."""
+    values = torch.full((int(data.pair_begins[-1]), 2), -torch.inf, device=ranks.device)
+    for micro_batches in itertools.islice(copy(data), steps):
+        for batch in micro_batches:
+            batch = batch.to(ranks.device)
+            *_, details = model(
+                batch.tokens, batch.targets, batch.positions, batch.documents, True, partial(_logp_alone, batch)
+            )
+            values[batch.pairs[batch.pairs >= 0]] = details.figures[batch.pairs >= 0]
+            disk.advance()
+    if ranks.world_size > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX)  # each pair was visited by one rank, or by several with equal values
+    return values.cpu().masked_fill(values.cpu() == -torch.inf, torch.nan).numpy()
+
+
+def _logp_alone(batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An objective that only reports log p."""
+    logp, _ = pair_sums(losses, batch.targets, batch.positions, batch.pairs.shape[1])
+    return losses.sum(), (batch.pairs >= 0).sum(), logp
+
+
+def set_references(model, loaders: list, objective: Objective, run, resume_from) -> None:
+    """Gives the Loaders (training, and validation or None) the reference of their pairs: computed before the first
+    step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call."""
+    if objective.dpo == "simpo":
+        return
+    config, ranks, path, begin = run.config, run.ranks, run.folder / "reference.npz", time.perf_counter()
+    loaders = [loader for loader in loaders if loader]
+    key = hashlib.sha256(json.dumps([loader.fingerprint for loader in loaders]).encode()).hexdigest()
+    steps = loaders[0].first_visits(config.steps)
+    if resume_from:
+        values = on_first_rank(lambda: _read_reference(path, key, steps), ranks)
+    else:
+        visits = steps, None  # of training, and all of validation
+        values = [compute_reference(model, *row, ranks) for row in zip(loaders, visits, strict=False)]
+        on_first_rank(lambda: _write_reference(path, key, steps, values), ranks)
+        free_gathered(model)
+        logger.info(f"Computed the reference of the pairs in {time.perf_counter() - begin:.1f} s")
+    for loader, reference in zip(loaders, values, strict=True):
+        loader.reference = reference
+
+
+def _write_reference(path: Path, key: str, steps: int, values: list[np.ndarray]) -> None:
+    temporary = path.with_suffix(".tmp.npz")
+    np.savez(temporary, *values, key=np.array(key), steps=np.array(steps))
+    temporary.rename(path)
+
+
+def _read_reference(path: Path, key: str, steps: int) -> list[np.ndarray]:
+    try:
+        with np.load(path) as stored:
+            if str(stored["key"]) != key:
+                problem = "belongs to other data"
+            elif int(stored["steps"]) < steps:
+                problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"
+            else:
+                return [stored[name] for name in sorted(set(stored.files) - {"key", "steps"})]
+    except (OSError, ValueError, KeyError) as e:
+        problem = f"cannot be read: {e}"
+    raise UserError(
+        f"{path} {problem}. A resume needs the log-probabilities of the weights before the first step: restore the"
+        " file, or start anew with another --out"
+    )
