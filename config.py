@@ -372,7 +372,9 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
         values["dpo_beta"] = values["dpo_beta"] or 0.1
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
-    names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
+    model = Path(values["model"])
+    name = f"{model.parent.name}-hf" if model.name == "hf" else model.name  # the export of a run, runs/NAME/hf
+    names = [*(recipes or [name]), *map(name_of, values["data"])]
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names]
     values["out"] = values["out"] or f"runs/{'-'.join(names)}"
     config = Config(**values)

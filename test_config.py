@@ -270,7 +270,7 @@ def test_rows_that_do_not_divide_are_refused(words, ranks, message):
     ("RECIPE --data a.txt b/", "runs/default-a-b"), ("RECIPE --data a.txt --out mine", "mine"),
     ("RECIPE --data fineweb-1.5 v2.1/c4.en.json.gz:0.3 x.y.bin", "runs/default-fineweb-1.5-c4.en-x.y"),
     *((f"--{flag} {model} --data a.txt", f"runs/{name}-a") for flag in ("weights", "model") for model, name in {
-        "runs/talks/hf": "hf", "meta-llama/Llama-3.1-8B": "Llama-3.1-8B", "x/a.gz": "a.gz"}.items()),
+        "runs/talks/hf": "talks-hf", "meta-llama/Llama-3.1-8B": "Llama-3.1-8B", "x/a.gz": "a.gz"}.items()),
 ])  # fmt: skip
 def test_out_is_named_after_recipe_or_model_and_data(recipe, folder, monkeypatch, words, out):
     name = recipe("default", "--steps 5")
