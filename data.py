@@ -304,6 +304,8 @@ class Loader:
         reference = np.zeros((*pairs.shape, 2), np.float32)
         if self.reference is not None:
             reference[pairs >= 0] = self.reference[pairs[pairs >= 0]]
+            if np.isnan(reference).any():
+                raise UserError("reference.npz lacks pairs that --eval_batches adds: give the value of the first start")
         return [pairs, reference]
 
     def first_visits(self, steps: int) -> int:

@@ -69,13 +69,6 @@ class Objective(NamedTuple):
         )
 
 
-def make_objective(config) -> Objective | None:
-    """The objective of a config.Config; None without --dpo."""
-    if config.dpo == "none":
-        return None
-    return Objective(*(getattr(config, name) for name in Objective._fields))
-
-
 def answer_sums(values: Tensor, positions: Tensor, documents: int) -> Tensor:
     """values [B, T] -> their sums over the first documents of each row, [B, documents]. A document begins where the
     position is 0. Sums of a mask, unlike a scatter, add in the same order in every run."""
@@ -162,37 +155,47 @@ def _logp_alone(batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return losses.sum(), (batch.pairs >= 0).sum(), logp
 
 
-def set_references(model, loaders: list, objective: Objective, run, resume_from) -> None:
-    """Gives the Loaders (training, and validation or None) the reference of their pairs: computed before the first
-    step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call."""
-    if objective.dpo == "simpo":
-        return
+def prepare(model, weight_scales, data, val_data, run, resume_from) -> Objective | None:
+    """The objective of a run; None without --dpo. Gives its Loaders the reference of their pairs: computed before the
+    first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
+
+    weight_scales: of FP8. data, val_data: for training, and for validation or None."""
     config, ranks, path, begin = run.config, run.ranks, run.folder / "reference.npz", time.perf_counter()
-    loaders = [loader for loader in loaders if loader]
-    key = hashlib.sha256(json.dumps([loader.fingerprint for loader in loaders]).encode()).hexdigest()
-    steps = loaders[0].first_visits(config.steps)
+    if config.dpo == "none":
+        return None
+    objective = Objective(*(getattr(config, name) for name in Objective._fields))
+    if config.dpo == "simpo":
+        return objective
+    loaders, steps = [loader for loader in (data, val_data) if loader], data.first_visits(config.steps)
     if resume_from:
-        values = on_first_rank(lambda: _read_reference(path, key, steps), ranks)
+        values = on_first_rank(lambda: _read_reference(path, loaders, steps), ranks)
     else:
+        weight_scales.refresh()  # as a step does
         visits = steps, None  # of training, and all of validation
         values = [compute_reference(model, *row, ranks) for row in zip(loaders, visits, strict=False)]
-        on_first_rank(lambda: _write_reference(path, key, steps, values), ranks)
+        on_first_rank(lambda: _write_reference(path, loaders, steps, values), ranks)
         free_gathered(model)
         logger.info(f"Computed the reference of the pairs in {time.perf_counter() - begin:.1f} s")
     for loader, reference in zip(loaders, values, strict=True):
         loader.reference = reference
+    return objective
 
 
-def _write_reference(path: Path, key: str, steps: int, values: list[np.ndarray]) -> None:
+def _key(loaders: list) -> str:
+    """Identifies the data of a reference."""
+    return hashlib.sha256(json.dumps([loader.fingerprint for loader in loaders]).encode()).hexdigest()
+
+
+def _write_reference(path: Path, loaders: list, steps: int, values: list[np.ndarray]) -> None:
     temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, *values, key=np.array(key), steps=np.array(steps))
+    np.savez(temporary, *values, key=np.array(_key(loaders)), steps=np.array(steps))
     temporary.rename(path)
 
 
-def _read_reference(path: Path, key: str, steps: int) -> list[np.ndarray]:
+def _read_reference(path: Path, loaders: list, steps: int) -> list[np.ndarray]:
     try:
         with np.load(path) as stored:
-            if str(stored["key"]) != key:
+            if str(stored["key"]) != _key(loaders):
                 problem = "belongs to other data"
             elif int(stored["steps"]) < steps:
                 problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"

@@ -106,10 +106,7 @@ def train(run: Run) -> None:
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
-    objective = preferences.make_objective(config)
-    if objective:
-        weight_scales.refresh()  # as a step does
-        preferences.set_references(model, [data, val_data], objective, run, resume_from)
+    objective = preferences.prepare(model, weight_scales, data, val_data, run, resume_from)
     gradients = Gradients(model, config, ranks, mesh)
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
