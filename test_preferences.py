@@ -189,6 +189,15 @@ def test_a_resume_is_exact_and_refuses_a_lost_reference(tmp_path, pairs_file, ca
     assert "reference.npz cannot be read" in capsys.readouterr().err
 
 
+def test_a_resume_that_evaluates_more_pairs_is_refused(tmp_path, pairs_file, capsys):
+    flags = "--micro_batch=2", "--steps=3", "--save_every=2", "--val_data", pairs_file, "--eval_every=3"
+    run_of(tmp_path / "run", pairs_file, *flags)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
+    words = [*FAST.split(), "--data", str(pairs_file), "--out", str(tmp_path / "run"), *map(str, flags)]
+    assert exit_status(train_main, [*words, "--eval_batches=5"]) == 2
+    assert "lacks pairs that --eval_batches adds" in capsys.readouterr().err
+
+
 def test_ranks_meshes_and_micro_batches_do_not_change_the_losses(tmp_path, pairs_file):
     """One process with one micro-batch of 8 rows is the oracle. The last step does not divide by the ranks."""
     alone = run_of(tmp_path / "alone", pairs_file, "--micro_batch=8", "--steps=3", "--eval_every=3")
