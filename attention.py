@@ -32,7 +32,7 @@ Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head
 
 Rotary positions (RoPE, arXiv 2104.09864): each pair of a head's dimensions is rotated by an angle that grows with the
 position. Models for longer texts stretch the frequencies: ROPES has a function for each way, with its paper,
-(frequencies [h/2], config) -> the stretched ones.
+(frequencies [h/2], config) -> the stretched ones. config is a shapes.ModelConfig.
 
     angle = position * frequency[i]        frequency[i] = theta^(-2i / h)        i = 0 ... h/2 - 1"""
 
@@ -58,7 +58,6 @@ from torch.nn.attention import (
 
 from base import torch_private
 from base.errors import UserError
-from shapes import ModelConfig
 
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
@@ -248,7 +247,7 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) 
     return torch.cat(out, 2)
 
 
-def rope_llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
+def rope_llama3(frequencies: Tensor, config) -> Tensor:
     """Llama 3.1 (arXiv 2407.21783 section 3.4): slow frequencies are divided by the factor."""
     scaling = config.rope_scaling
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # rotations within the original context
@@ -257,7 +256,7 @@ def rope_llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
 
 
-def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
+def rope_yarn(frequencies: Tensor, config) -> Tensor:
     """YaRN (arXiv 2309.00071 section 3.2): frequencies that turn less than beta_slow times within the original context
     are divided by the factor, and frequencies that turn more than beta_fast times stay. In between, the share changes
     evenly with the index of the frequency."""
@@ -284,7 +283,7 @@ ROPES = {
 }
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device, kind: str = "full") -> tuple[Tensor, float]:
+def rope_frequencies(config, device: torch.device, kind: str = "full") -> tuple[Tensor, float]:
     """Angle per position for each pair of a head's dimensions, fp32 [h/2], and the factor of cosine and sine, in layers
     of this kind; computed, never stored, so no checkpoint, meta device or dtype conversion can get them wrong.
 
@@ -300,7 +299,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device, kind: str = "ful
     return ROPES[scaling.kind](frequencies, config), scaling.attention_factor
 
 
-def rope_table(config: ModelConfig, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
+def rope_table(config, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
     """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T] in layers of
     this kind; None where these do not rotate."""
     if config.positions != "rope" or "nope" in kind:

@@ -36,7 +36,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from base import torch_private
 from base.errors import UserError
 from base.torch_private import held_tensor
-from model import Transformer
-from shapes import ModelConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
@@ -381,63 +378,45 @@ def watched(model: nn.Module) -> dict[str, float]:
 # ---- in a run, where model is a Transformer
 
 
-class Settings(Protocol):
-    """The fields of config.Config that are read here. This file does not import Config."""
-
-    model_config: object  # shapes.ModelConfig
-    seq_len: int
-    context_parallel: int
-    dtype: str
-    compile: str
-    fp8: str
-    fp8_all_gather: bool
-    fp8_skip: tuple[str, ...]
-    model_config: ModelConfig
-
-
-def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
-    """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, a GPU without FP8, and what
-    `convert` refuses."""
-    if config.fp8 == "off":
-        return
-    tokens = micro_batch * config.seq_len // config.context_parallel
+def check_run(recipe: str, tokens: int, device: torch.device, dtype: str, compile: str) -> None:
+    """Refuses a number of tokens of a rank that the kernel of the weight gradient cannot sum over, and a GPU without
+    FP8. dtype, compile: the values of the flags."""
     if tokens % MULTIPLE:
-        raise UserError(
-            f"--fp8 {config.fp8}: the {tokens} tokens of a rank must divide by {MULTIPLE}: change --seq_len"
-        )
+        raise UserError(f"--fp8 {recipe}: the {tokens} tokens of a rank must divide by {MULTIPLE}: change --seq_len")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)
-    if device.type != "cpu" and (config.compile == "none" or config.dtype != "bf16" or capability < (8, 9)):
+    if device.type != "cpu" and (compile == "none" or dtype != "bf16" or capability < (8, 9)):
         raise UserError(
-            f"--fp8 {config.fp8}: a GPU needs compute capability (8, 9), not {capability}, --dtype bf16, not"
-            f" {config.dtype}, and --compile block, not {config.compile}; or --fp8 off"
+            f"--fp8 {recipe}: a GPU needs compute capability (8, 9), not {capability}, --dtype bf16, not {dtype}, and"
+            f" --compile block, not {compile}; or --fp8 off"
         )
-    with torch.device("meta"):
-        convert(Transformer(config.model_config), config, device)
 
 
-def convert(model: nn.Module, config: Settings, device: torch.device) -> str:
-    """Converts the model according to the flags -> a line about the layers, where those that differ only by their
+def convert(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.device) -> str:
+    """Converts the model -> a line about the layers, where those that differ only by their
     numbers count together. If every layer is too small to become faster, as in a model for tests, all are converted.
     Refuses names to skip that match no layer, and a model without any layer that can be converted."""
     for small in (device.type == "cpu", True):
         try:
-            rows = convert_linears(model, config.fp8, skip=config.fp8_skip, small=small)
+            rows = convert_linears(model, recipe, skip=skip, small=small)
         except ValueError as e:
             raise UserError(f"--fp8_skip: {e}") from None
         if any(verdict == "fp8" for _, _, verdict in rows):
             counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
             kinds = ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
-            return f"FP8 recipe {config.fp8}: {kinds}"
-    raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
+            return f"FP8 recipe {recipe}: {kinds}"
+    raise UserError(f"--fp8 {recipe}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
-def prepare(model: nn.Module, config: Settings, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
+def prepare(
+    model: nn.Module, mesh: DeviceMesh | None, gathers: bool, accumulates: bool, compiled: bool
+) -> WeightScales:
     """Sets up the work that FP8 does once per step, and the figures of a middle block. Call it once the parameters are
-    allocated. accumulates: steps have several micro-batches."""
+    allocated. gathers: weights are gathered in FP8. accumulates: steps have several micro-batches. compiled: the
+    scales are computed by compiled code."""
     for m in layers(model.layers[len(model.layers) // 2]).values():
         m.fp8_watch = torch.zeros(2, 5, device=held_tensor(m.weight).device, requires_grad=True)
-    if mesh is not None and config.fp8_all_gather:
+    if mesh is not None and gathers:
         for m in layers(model).values():
             gather_in_fp8(m, mesh["shard"])
     group = None if mesh is None else mesh["shard"].get_group()
-    return WeightScales(model, model.dtype, group, accumulates, config.compile != "none")
+    return WeightScales(model, model.dtype, group, accumulates, compiled)

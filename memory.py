@@ -133,7 +133,7 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     with META:
         model = Transformer(config.model_config, dtype, config.attention)
     if config.fp8 != "off":
-        fp8.convert(model, config, META)
+        fp8.convert(model, config.fp8, config.fp8_skip, META)
     lora.convert(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
     if wrapped:

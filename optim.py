@@ -35,7 +35,6 @@ from base import torch_private
 from base.errors import Failure
 from base.ranks import Ranks, gather
 from base.tensors import is_sharded, local, local_start
-from config import Config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: eager temporaries fit in a cache; compiled indices in 32 bits
@@ -49,7 +48,7 @@ class Gradients:
     whose update is skipped, because their loss or norm is not finite. The host waits only for the step before, unless
     the gradients are offloaded to it."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None):
+    def __init__(self, model: nn.Module, config, ranks: Ranks, mesh: DeviceMesh | None):
         self.parameters = [*trainable_parameters(model).values()]
         self.config, self.ranks = config, ranks
         self.group = None
@@ -125,7 +124,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def make_optimizer(model: nn.Module, config: Config) -> "Optimizer":
+def make_optimizer(model: nn.Module, config) -> "Optimizer":
     """AdamW, or, with --optimizer muon, Muon for the blocks' matrices and AdamW for the rest. --embed_lr sets
     the learning rate of embeddings. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     by_muon = matrices(model) if config.optimizer == "muon" else {}
@@ -156,7 +155,7 @@ class Optimizer:
 
     state_names: tuple[str, ...]  # of the tensors that the rule keeps for each parameter
 
-    def __init__(self, groups: list[dict], config: Config):
+    def __init__(self, groups: list[dict], config):
         """groups: params, weight_decay and, if it is not 1, the scale of the learning rate."""
         self.param_groups, self.config, self.compiled = groups, config, config.compile != "none"
         self.beta1, self.beta2, self.state_dtype = config.beta1, config.beta2, DTYPES[config.state_dtype]
@@ -323,7 +322,7 @@ def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
-def learning_rate(config: Config, step: int) -> float:
+def learning_rate(config, step: int) -> float:
     """The rate of a step, counted from 1; a pure function, so that a resumed run needs no scheduler state.
 
         constant   /-----------      cosine    /--..                wsd     /-------
@@ -411,7 +410,7 @@ class Muon(AdamW):
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
     the same bits on any mesh. Experts that are sharded by expert stay where they are."""
 
-    def __init__(self, heights: dict[nn.Parameter, tuple[int, ...]], groups: list[dict], config: Config):
+    def __init__(self, heights: dict[nn.Parameter, tuple[int, ...]], groups: list[dict], config):
         """heights: see `matrices`. groups: the other parameters."""
         super().__init__(groups, config)
         self.heights, self.dtype = heights, DTYPES[config.dtype]

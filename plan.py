@@ -145,10 +145,20 @@ def settle(config: Config, cluster: Cluster) -> Config:
     backend = attention.choose_backend(backend, "cuda", dtype, True, config.seq_len, config.model_config.head_dim)
     config = replace(config, dtype=dtype, compile=compile, attention=backend)
     refuse_conflicts(config, cluster.ranks)
-    fp8.check_run(config, torch.device("meta"), split_batch(config, cluster.ranks)[0])
+    refuse_fp8(config, torch.device("meta"), cluster.ranks)
     if config.fp8 != "off" and not cluster.gpu.fp8:
         raise UserError(f"--fp8 {config.fp8}: the {cluster.gpu.name} has no FP8; --fp8 off trains in bf16 there")
     return config
+
+
+def refuse_fp8(config: Config, device: torch.device, world_size: int) -> None:
+    """Refuses a run whose FP8 this device, these ranks or this model cannot have."""
+    if config.fp8 == "off":
+        return
+    tokens = split_batch(config, world_size)[0] * config.seq_len // config.context_parallel
+    fp8.check_run(config.fp8, tokens, device, config.dtype, config.compile)
+    with torch.device("meta"):
+        fp8.convert(transformer.Transformer(config.model_config), config.fp8, config.fp8_skip, device)
 
 
 def cluster_here(ranks: Ranks) -> Cluster:

@@ -13,6 +13,7 @@ import torch
 import checkpoint
 import plan
 import shard
+from attention import choose_backend
 from base import host
 from base.disk import free_space
 from base.errors import UserError, naming
@@ -20,7 +21,7 @@ from base.host import cpu_name
 from base.hub import local_path
 from base.ranks import Ranks, on_every_rank, on_first_rank
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
-from data import open_data
+from data import epochs_as_steps, open_data
 from dataset.prepare import knows_text
 from hf import lora
 from hf.tokenizer import holds_tokenizer, load_tokenizer
@@ -33,6 +34,19 @@ SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
 CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more
 # Different tokenizers encode this text differently.
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
+
+
+def settle(config: Config, ranks: Ranks, counts_epochs: bool = False) -> Config:
+    """Gives what is `auto` or 0 its value on this machine, which flags.json records. Refuses settings that cannot run
+    here. counts_epochs: also replaces --epochs by steps, which may tokenize for hours. All ranks must call."""
+    config = on_first_rank(lambda: checkpoint.keep_defaults(config), ranks)
+    if counts_epochs and config.epochs:
+        config = on_first_rank(lambda: epochs_as_steps(config, ranks.world_size), ranks)
+    config = choose_defaults(config, ranks.device, ranks.world_size)
+    plan.refuse_fp8(config, ranks.device, ranks.world_size)
+    compiled, head_dim = config.compile != "none", config.model_config.head_dim
+    attention = choose_backend(config.attention, ranks.device.type, config.dtype, compiled, config.seq_len, head_dim)
+    return replace(config, attention=attention)
 
 
 def choose_defaults(config: Config, device: torch.device, world_size: int) -> Config:
@@ -113,8 +127,10 @@ def imagine_ranks() -> Ranks:
     return Ranks(0, int(os.environ.get("WORLD_SIZE", here)), device)
 
 
-def print_check(config: Config, ranks: Ranks) -> int:
-    """--check: everything that can be known without training. The last line is JSON, for launchers."""
+def check(config: Config) -> int:
+    """--check: settles a run as training does, and prints the result. The last line is JSON, for launchers."""
+    ranks = imagine_ranks()
+    config = settle(config, ranks, counts_epochs=True)
     resume_from, damaged = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
     for message in damaged + config.warnings:

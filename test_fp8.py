@@ -335,7 +335,7 @@ def test_watched_layers_say_how_they_round(recipe):
     a layer see the same operands."""
     config, seen = parse_args(["--fp8", recipe, "--compile", "none"]), []
     model = build("tiny-llama", recipe)
-    scales = fp8.prepare(model, config, None, True)
+    scales = fp8.prepare(model, None, False, True, config.compile != "none")
     layer = model.layers[1].mlp.down_proj
     layer.register_full_backward_hook(lambda m, gx, gy: seen.append(gy[0].flatten(0, 1)))
     checkpoint_activations(model, "block")
@@ -382,7 +382,6 @@ def test_flags_are_refused(flags, message, tmp_path, capsys):
 
 @pytest.mark.parametrize("capability, dtype", [((8, 0), "bf16"), ((8, 9), "fp32")])
 def test_gpus_are_refused(monkeypatch, capability, dtype):
-    config = replace(parse_args(["--fp8", "1"]), dtype=dtype, compile="block")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
     with pytest.raises(UserError, match=f"not {re.escape(str(capability))}.* not {dtype}"):
-        fp8.check_run(config, torch.device("cuda"), 8)
+        fp8.check_run("tensor", 2048, torch.device("cuda"), dtype, "block")

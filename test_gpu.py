@@ -22,6 +22,7 @@ import attention
 import checkpoint
 import fp8
 import model as model_module
+import preflight
 import shard
 import train
 from base.disk import ROOT
@@ -67,7 +68,7 @@ def make_batch(config, length: int = 128) -> Batch:
 def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **changes):
     """-> resolved flags, with changes; a filled model, as train.py makes it; the mesh."""
     config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
-    config, ranks = replace(train.resolve(config, replace(ALONE, device=device)), **changes), Ranks(0, 1, device)
+    config, ranks = replace(preflight.settle(config, replace(ALONE, device=device)), **changes), Ranks(0, 1, device)
     grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
     return config, fill(train.build(config, ranks, grid)), grid
 
@@ -75,7 +76,10 @@ def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **ch
 def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
     config, model, grid = make_model(flags, mesh=mesh, compile="none")
-    scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
+    scales, optimizer = (
+        fp8.prepare(model, grid, config.fp8_all_gather, False, config.compile != "none"),
+        make_optimizer(model, config),
+    )
     gradients, batch = Gradients(model, config, Ranks(0, 1, CUDA), grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import fp8
+import preflight
 import shard
 import train
 from base import host
@@ -231,7 +232,7 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     config = cell.config
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = train.build(config, ranks, mesh, shard.make_row_group(config.context_parallel, ranks))
-    weight_scales = fp8.prepare(model, config, mesh, cell.accumulate > 1)
+    weight_scales = fp8.prepare(model, mesh, config.fp8_all_gather, cell.accumulate > 1, config.compile != "none")
     optimizer, out = make_optimizer(model, config), []
     optimizer.eps = EPS
     fill(model)
@@ -338,7 +339,7 @@ def draw(seed: int, number: int) -> Cell:
         cell = replace(cell, context_parallel=some(1, 2, 3, 4))
         with contextlib.suppress(UserError, ValueError):  # train.py refuses the cell
             check_values(cell.config)
-            train.resolve(cell.config, replace(ALONE, world_size=cell.ranks))
+            preflight.settle(cell.config, replace(ALONE, world_size=cell.ranks))
             if cell.top_k <= cell.n_experts:
                 return cell
 

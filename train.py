@@ -10,11 +10,10 @@ clips, and updates the parameters with AdamW or Muon. Between records Python run
 therefore always has work. `Gradients.check` in optim.py draws this as a time line.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 from base import errors
-from config import Config, parse_args, split_batch
+from config import Config, parse_args
 from dataset.prepare import refuse_missing
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: the environment, and a user's mistakes
@@ -32,11 +31,10 @@ import plan
 import preferences
 import preflight
 import shard
-from attention import choose_backend
 from base import disk, host
 from base.disk import human
 from base.ranks import Ranks, init_ranks, leave, on_first_rank, set_timeout
-from data import Batch, Loader, epochs_as_steps
+from data import Batch, Loader
 from dataset.prepare import knows_text
 from generate import write_samples
 from hf import lora
@@ -49,39 +47,19 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, t
 
 def main(argv: list[str]) -> int:
     asked = parse_args(argv, trains=True)
-    if not asked.check:
-        host.set_allocators()
-    ranks = preflight.imagine_ranks() if asked.check else init_ranks()
-    asked = on_first_rank(lambda: checkpoint.keep_defaults(asked), ranks)
-    config = resolve(asked, ranks)
     if asked.check:
-        return preflight.print_check(count_steps(asked, config, ranks), ranks)
+        return preflight.check(asked)
+    host.set_allocators()
+    ranks = init_ranks()
+    config = preflight.settle(asked, ranks)
     host.set_numerics(config.dtype, config.deterministic)
     with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
-        run.config = count_steps(asked, config, ranks)
+        if asked.epochs:  # their steps may need hours of tokenizing, and decide whether compiling pays
+            run.config = preflight.settle(asked, ranks, counts_epochs=True)
         train(run)
     if run.exit_code == 0:
         leave(ranks)  # several ranks: the process ends in this call
     return run.exit_code
-
-
-def resolve(config: Config, ranks: Ranks) -> Config:
-    """Gives dtype, compile, attention, batch_tokens and lanes their values on this machine, which flags.json records.
-    Refuses settings that cannot run here."""
-    config = preflight.choose_defaults(config, ranks.device, ranks.world_size)
-    fp8.check_run(config, ranks.device, split_batch(config, ranks.world_size)[0])
-    compiled, head_dim = config.compile != "none", config.model_config.head_dim
-    attention = choose_backend(config.attention, ranks.device.type, config.dtype, compiled, config.seq_len, head_dim)
-    return replace(config, attention=attention)
-
-
-def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
-    """Replaces --epochs by steps; this may tokenize for hours. `asked` is the config before `resolve`: it is resolved
-    again, because `--compile auto` depends on the steps. All ranks must call."""
-    if not asked.epochs:
-        return config
-    asked = on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks)
-    return resolve(asked, ranks)
 
 
 def train(run: Run) -> None:
@@ -102,7 +80,7 @@ def train(run: Run) -> None:
     run.groups = shard.groups_of(mesh, row_group)
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
-    weight_scales = fp8.prepare(model, config, mesh, data.accumulates)
+    weight_scales = fp8.prepare(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
@@ -215,7 +193,7 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
     if config.fp8 != "off":
-        logger.info(fp8.convert(model, config, ranks.device))
+        logger.info(fp8.convert(model, config.fp8, config.fp8_skip, ranks.device))
     lora.convert(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
     total = sum(p.numel() for p in model.parameters()) + nf4.elements(model)

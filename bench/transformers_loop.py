@@ -27,13 +27,13 @@ from config import parse_args
 from data import make_loader
 from hf.families import config_json
 from optim import DTYPES, learning_rate
-from train import resolve
+from preflight import settle
 
 
 def main(argv: list[str]) -> None:
     set_allocators()  # those of train.py
     device = find_device(1)
-    config = resolve(parse_args(argv, trains=True), replace(ALONE, device=device))
+    config = settle(parse_args(argv, trains=True), replace(ALONE, device=device))
     loader = make_loader(config)
     how, auto = {"dtype": DTYPES[config.param_dtype], "attn_implementation": "sdpa"}, transformers.AutoModelForCausalLM
     shape = transformers.AutoConfig.for_model(**config_json(config.model_config, "float32"))
