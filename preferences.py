@@ -135,18 +135,24 @@ def pair_loss(
 def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     """log p of both answers of each pair that the first `steps` steps of a Loader visit, [pairs, 2] fp32; NaN for the
     others. The passes are those of training, so that at the first step log p is bit-equal. All ranks must call."""
-    values = torch.full((int(data.pair_begins[-1]), 2), -torch.inf, device=ranks.device)
-    for micro_batches in itertools.islice(copy(data), steps):
+    count = int(data.pair_begins[-1])
+    values, visits = torch.full((count, 2), -torch.inf), torch.full((count,), torch.inf)  # log p, and in which step
+    for step, micro_batches in enumerate(itertools.islice(copy(data), steps)):
         for batch in micro_batches:
             batch = batch.to(ranks.device)
             *_, details = model(
                 batch.tokens, batch.targets, batch.positions, batch.documents, True, partial(_logp_alone, batch)
             )
-            values[batch.pairs[batch.pairs >= 0]] = details.figures[batch.pairs >= 0]
+            numbers, logp = (x[batch.pairs >= 0].cpu() for x in (batch.pairs, details.figures))
+            is_first = visits[numbers] == torch.inf  # a later epoch has other micro-batches, and other bits
+            values[numbers[is_first]], visits[numbers[is_first]] = logp[is_first], float(step)
             disk.advance()
     if ranks.world_size > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX)  # each pair was visited by one rank, or by several with equal values
-    return values.cpu().masked_fill(values.cpu() == -torch.inf, torch.nan).numpy()
+        mine = visits.clone()
+        dist.all_reduce(visits, dist.ReduceOp.MIN, group=ranks.control)
+        values[mine != visits] = -torch.inf
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=ranks.control)
+    return values.masked_fill(values == -torch.inf, torch.nan).numpy()
 
 
 def _logp_alone(batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
