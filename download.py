@@ -59,7 +59,7 @@ def list_files(name: str, revision: str) -> tuple[str, dict]:
 
 
 def download(args: argparse.Namespace, command: str) -> None:
-    """Downloads and verifies the files that the command line selects. --verify: only verifies those that exist."""
+    """Downloads and verifies the files that the command line selects. --verify: only verifies the files that exist."""
     from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import WeakFileLock, filter_repo_objects
@@ -83,7 +83,7 @@ def download(args: argparse.Namespace, command: str) -> None:
     mark = folder / UNFINISHED
     if args.verify:
         if mark.exists() or not folder.is_dir():
-            raise UserError(f"There is no complete {folder}: name your commit as --revision")
+            raise UserError(f"{folder} does not hold a complete download: name your commit as --revision")
         damaged = find_damaged(folder, {name: selected[name] for name in selected if os.path.lexists(folder / name)})
     else:
         size = amount(sum(size for size, _ in selected.values()))

@@ -424,7 +424,7 @@ def refuse_files(*answer):
     (None, ["../model"], 2, "not the name"),
     (None, ["org/model", "--include", "*.nothing"], 2, "none of its files"),
     (refuse_files(404), [], 2, "answers 404 for a file that .*org/model lists: leave it out"),
-    (None, ["org/model", "--verify"], 2, "no complete .*snapshots.*name your commit"),
+    (None, ["org/model", "--verify"], 2, "snapshots.* does not hold a complete download: name your commit"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
     (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "refused"),
 ])  # fmt: skip

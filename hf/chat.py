@@ -30,7 +30,7 @@ CHAT_FIELDS = (
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 # Names of the preferred answer and of the other one.
 ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
-# Fields with the prompt: text or messages. Alpaca's instruction has an input beside it.
+# Fields with the prompt: text or messages. A row with Alpaca's instruction may also have an input.
 PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "instruction")
 PAIRS_KNOWN = "chosen and rejected with a prompt, or as whole conversations (guide/2 lists the forms)"
 SPEAKERS = {
@@ -109,7 +109,7 @@ BOOKKEEPING_ENDS = (
     "_count",
     "_lang",
 )
-# The date that templates get for today's, with which ids would change overnight. Llama 3.1's template has it.
+# Templates get this date for today's: otherwise ids would change overnight. Llama 3.1's template has it.
 DATE = datetime(2024, 7, 26)
 # By name; llama and mixtral are values of ModelConfig.chat_format.
 CHAT_TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*.jinja")}
@@ -152,8 +152,8 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
 
 def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
     """-> what find_messages returns for the conversation with the chosen answer and for the one with the rejected
-    answer, where only the last answer is trained on. UserError if the row is no pair, or if the two differ before their
-    last answer."""
+    answer, where only the last answer is trained on. UserError if the row does not hold a pair, or if the two differ
+    before their last answer."""
     names = next((names for names in ANSWERS if all(name in row for name in names)), None)
     if names is None:
         raise UserError(f"--dpo needs pairs of answers, and this row has none: expected {PAIRS_KNOWN}")
@@ -214,7 +214,7 @@ def _read_message(message) -> dict:
             content = "".join(texts)
     weight = out.get("weight", 0)
     if weight not in (0, 1) or (weight == 1 and role != "assistant") or out.keys() & {*WEIGHTS}:
-        raise UserError(f"what is not trained on is marked by weight 0 alone, and 1 is for answers: {message!r:.200}")
+        raise UserError(f"a weight is 0 for a message without training, and 1 for answers only: {message!r:.200}")
     if "tool_calls" in out:
         out["tool_calls"] = [_read_call(call) for call in parse_field(out["tool_calls"], "tool_calls")]
     return out | {"role": role} | ({} if content is None else {"content": content})
@@ -223,7 +223,7 @@ def _read_message(message) -> dict:
 def _read_call(call) -> dict:
     call = parse_field(call, "a tool call", dict)
     function = call.get("function", call)
-    with contextlib.suppress(TypeError, ValueError):  # other arguments stay as they are
+    with contextlib.suppress(TypeError, ValueError):  # other arguments stay unchanged
         function = function | {"arguments": json.loads(function.get("arguments"))}
     return call | {"function": function} if "function" in call else function
 
@@ -434,7 +434,7 @@ def _choose_answers(messages, places, text, control, notes) -> list[tuple[int, i
 
 
 def _refuse_lost(render, messages, inputs, asks, text) -> None:
-    """UserError if the template does not render one of the fields of TOLD. It need not render the name of a tool."""
+    """UserError if the template does not render a field of TOLD. It need not render the name of a tool."""
     others = [message for message in messages if message["role"] != "tool"]
     told = {name: part[name] for part in (inputs, *others) for name in TOLD if part.get(name) not in EMPTY}
     for name, value in told.items():

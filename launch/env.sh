@@ -2,7 +2,7 @@
 # launch.sh and test.sh source this file. `environment NAME` sets `python` to the Python of .venv, which has the packages
 # in requirements.txt and, if it exists, requirements-NAME.txt. It changes nothing outside .venv. If python3's system has
 # a supported torch (2.11 to 2.15), a new .venv uses the system's packages, and torch is not installed again.
-# `.venv/flatland-NAME` lists what was installed for NAME, torch's version first. If the list changes, the packages are
+# `.venv/flatland-NAME` lists the installed requirements for NAME, torch's version first. If the list changes, the packages are
 # installed again.
 torch_index=https://download.pytorch.org/whl  # its folders cpu and cu126 have wheels that PyPI (CUDA 13) lacks
 complain() { printf '%s\n' "$1" >&2; exit 2; }
