@@ -229,6 +229,7 @@ ROWS = {
     "lists": {"prompt": [U], "chosen": [C], "rejected": [R]},
     "whole": {"chosen": [U, C], "rejected": [U, R]},
     "prompt and whole": {"prompt": "Q?", "chosen": [U, C], "rejected": [U, R]},
+    "with a copy of the chosen one": {"prompt": "Q?", "chosen": [U, C], "rejected": [U, R], "messages": [U, C]},
     "instruction": {"instruction": "Q?", "input": "", "chosen": "yes", "rejected": "no"},
     "question": {"question": "Q?", "chosen": "yes", "rejected": "no"},
     "sharegpt": {

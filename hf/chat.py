@@ -39,6 +39,7 @@ SPEAKERS = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "observation": "tool",
     "function": "tool",
     "function_response": "tool",
@@ -61,8 +62,9 @@ INPUTS = {
     "documents": list,
     "chat_template_kwargs": dict,
 }
-# Names that other trainers give to the weight of a message.
+# Names of the weight of a message; 0 or false leaves it out of the loss.
 WEIGHTS = (
+    "weight",
     "train",
     "trainable",
     "loss",
@@ -161,19 +163,17 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
     if isinstance(others.get("input"), dict):  # OpenAI's form
         others |= others.pop("input")
     prompt = next((name for name in PROMPTS if others.get(name)), None)
-    if prompt == "instruction" and others.get("input"):
-        others["instruction"] = f"{others['instruction']}\n\n{others.pop('input')}"
     question = others.pop(prompt, [])
+    if prompt == "instruction" and others.get("input"):
+        question = f"{question}\n\n{parse_field(others.pop('input'), 'input', str)}"
     if prompt and prompt not in ("prompt", "question", "instruction"):
         question = parse_field(question, prompt)
     found = []
     for name in names:
-        answer = [row[name]] if isinstance(row[name], dict) else row[name]
-        if prompt is None:
-            conversation = find_messages(others | {"messages": answer}, chat_fields)
-        else:
-            conversation = find_messages(others | {"prompt": question, "completion": answer}, chat_fields)
-        messages, inputs, unread = conversation or ([], {}, {})
+        answer = (row[name] or "") if prompt else parse_field(row[name], name)
+        turns = {"prompt": question, "completion": [answer] if isinstance(answer, dict) else answer}
+        # The row may also have `messages`, which UltraFeedback fills with the chosen conversation.
+        messages, inputs, unread = find_messages(others | turns, (*chat_fields[:-2], *turns))
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise UserError(f"a pair whose {name} does not end with an answer of the assistant")
         earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]]
@@ -212,9 +212,14 @@ def _read_message(message) -> dict:
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):  # else it is refused later
             content = "".join(texts)
-    weight = out.get("weight", 0)
-    if weight not in (0, 1) or (weight == 1 and role != "assistant") or out.keys() & {*WEIGHTS}:
+    weights = [out.pop(name) for name in WEIGHTS if name in out]
+    if any(weight not in (0, 1) or (weight == 1 and role != "assistant") for weight in weights):
         raise UserError(f"a weight is 0 for a message without training, and 1 for answers only: {message!r:.200}")
+    if 0 in weights:
+        out["weight"] = 0
+    if speaker == "function_call":
+        function, content = parse_field(content, "function_call", dict), None
+        out["tool_calls"] = [{"type": "function", "function": function}]
     if "tool_calls" in out:
         out["tool_calls"] = [_read_call(call) for call in parse_field(out["tool_calls"], "tool_calls")]
     return out | {"role": role} | ({} if content is None else {"content": content})
@@ -222,7 +227,7 @@ def _read_message(message) -> dict:
 
 def _read_call(call) -> dict:
     call = parse_field(call, "a tool call", dict)
-    function = call.get("function", call)
+    function = parse_field(call.get("function", call), "a tool call", dict)
     with contextlib.suppress(TypeError, ValueError):  # other arguments stay unchanged
         function = function | {"arguments": json.loads(function.get("arguments"))}
     return call | {"function": function} if "function" in call else function
