@@ -163,9 +163,6 @@ def survey(hosts: list[Host], job: dict) -> None:
     if problems:
         raise UserError("\n".join([*problems, "To copy code and packages: bash launch.sh sync"]))
     settle(hosts, job["nproc"])
-    without = ", ".join(host.label for host in hosts if not host.devices)
-    if without and any(host.devices for host in hosts):
-        raise UserError(f"{without}: no GPU, while others have some")
     job["first"], job["last"], job["nodes"] = hosts[0].address, hosts[-1].address, len(hosts)
     ranks = sum(host.slots for host in hosts)
     job["check"] = ["env", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
@@ -173,8 +170,7 @@ def survey(hosts: list[Host], job: dict) -> None:
 
 def settle(hosts: list[Host], nproc: int) -> None:
     """Sets the hosts' addresses, ranks and GPUs. The address of a host is where its ssh connection came in: its name
-    may resolve to another address, or on Debian to 127.0.1.1. A machine's GPUs are divided evenly among its nodes; if
-    there are fewer GPUs than nodes, they train on the CPU."""
+    may resolve to another address, or on Debian to 127.0.1.1. A machine's GPUs are divided evenly among its nodes."""
     remote = [host.last["connection"] for host in hosts if not host.local]
     away = [connection for connection in remote if not connection[2].startswith("127.")]
     for host in hosts:
@@ -188,6 +184,9 @@ def settle(hosts: list[Host], nproc: int) -> None:
         first = share * together.index(host)
         host.devices = visible[first : first + share] if visible else None
         host.slots = nproc or host.slots or share or 1
+    without = ", ".join(host.label for host in hosts if not host.devices)
+    if without and any(host.last["gpus"] for host in hosts):
+        raise UserError(f"{without}: no GPU is left, while others have some; CUDA_VISIBLE_DEVICES= trains on CPUs")
 
 
 # ---- sync

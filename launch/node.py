@@ -263,7 +263,7 @@ def probe(request):
     os.stat(request["cwd"])  # the error refuses a host that lacks the folder to which relative paths refer
     gpus, visible = query("index"), {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
-        gpus = [gpu for gpu in visible.split(",") if gpu]
+        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {"connection": connection, "gpus": gpus, "digest": digest(request["files"])}
 
@@ -333,9 +333,8 @@ def look(request):
     logs = log_folder(request)
     alive = processes(logs)
     record = read_json(logs / "agent.json")  # after the processes: writing the exit status is an agent's last act
-    errors = [
-        read_json(file) | {"file": str(file.with_name("stderr.log"))} for file in logs.glob("*/attempt_*/*/error.json")
-    ]
+    files = sorted(logs.glob("*/attempt_*/*/error.json"))  # rank 0 is first: it tells what all ranks have
+    errors = [read_json(file) | {"file": str(file.with_name("stderr.log"))} for file in files]
     if not alive:
         record.setdefault("exit", None)
     if (status := record.get("exit", 0)) != 0:

@@ -3,7 +3,9 @@
 import contextlib
 import os
 import re
+import shutil
 import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from cluster import Supervisor
 from doctor import Host, read_hosts, settle
 
 NAME = os.uname().nodename
+SHARE = str(max(1, len(os.sched_getaffinity(0)) // 2))  # of the cores, for one of two ranks
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -56,13 +59,41 @@ def test_addresses_are_those_that_connections_came_in_at():
 
 @pytest.mark.parametrize("gpus, slots, nproc, expected", [
     ("", [0, 3], 0, [(1, None), (3, None)]), ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
-    ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]), ("0", [0, 0], 0, [(1, []), (1, [])]),
+    ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]), ("0", [0, 0], 0, "h0, h1: no GPU is left"),
     ("0 1 2 3", [0, 0], 1, [(1, ["0", "1"]), (1, ["2", "3"])]), ("0 1", [4], 0, [(4, ["0", "1"])]),  # train.py refuses
 ])  # fmt: skip
 def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expected):
     hosts = [Host("localhost", slots=n, label=f"h{i}", last={"gpus": gpus.split()}) for i, n in enumerate(slots)]
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            settle(hosts, nproc)
+        return
     settle(hosts, nproc)
     assert [(h.slots, h.devices) for h in hosts] == expected
+
+
+@pytest.mark.parametrize("visible, gpus", [(None, ["0", "1"]), ("", []), ("-1", []), ("1", ["1"])])
+def test_hidden_gpus_do_not_count(monkeypatch, visible, gpus):
+    monkeypatch.setattr(node, "query", lambda fields: ["0", "1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert node.probe({"cwd": "/", "env": env, "files": []})["gpus"] == gpus
+
+
+@pytest.mark.skipif(not shutil.which("ip"), reason="no ip: apt install iproute2")
+@pytest.mark.parametrize("slots, given, threads", [(1, {}, "none"), (2, {}, SHARE), (2, {"OMP_NUM_THREADS": "7"}, "7")])
+def test_what_an_agent_sets_for_its_ranks(tmp_path, slots, given, threads):
+    """A torchrun that prints its environment."""
+    python, parcel = tmp_path / "python", tmp_path / "parcel"
+    python.write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-none} $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME")
+    python.chmod(0o755)
+    (tmp_path / "logs/a/x").mkdir(parents=True)
+    request = dict(out=str(tmp_path), label="a", id="x", cwd="/", env=given, python=str(python), words=[])
+    meeting = dict(nodes=1, node=0, slots=slots, first="127.0.0.1", last="127.0.0.1", port=1)
+    node.write_json(parcel, request | meeting)
+    clean = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
+    output = subprocess.check_output([sys.executable, node.THIS_FILE, "agent", parcel], env=clean, text=True)
+    assert output == f"{threads} =lo lo\n"
 
 
 CODES = {  # how a rank without error.json ended -> order
