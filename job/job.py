@@ -141,10 +141,12 @@ class Run:
         return self.lock.token
 
     def _check_shared(self) -> None:
-        """Refuses a folder where this rank's machine does not see the lock that rank 0 took."""
+        """Refuses a folder where this rank's machine does not see the lock that rank 0 took: another lock may be an old
+        one."""
         for _ in range(APPEARS):
-            if (self.folder / "lock").exists():
-                return
+            with contextlib.suppress(OSError):
+                if self.nonce in (self.folder / "lock").read_text():
+                    return
             time.sleep(0.2)
         raise UserError(f"--out {self.folder} is not rank 0's folder there: give an --out that all machines see")
 
