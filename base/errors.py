@@ -101,13 +101,15 @@ def describe_error(error: Exception) -> tuple[int, str]:
     """-> (exit status, message). Prints the traceback of an unexpected error."""
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error)
+    rank = f"rank {os.environ.get('RANK', 0)} on {platform.node()}: "
+    prefix = rank * ("RANK" in os.environ)
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return 1, f"the disk is full: {error}"
+        return 1, f"{prefix}the disk is full: {error}"
     if isinstance(error, OSError) and error.filename:
-        return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}"
+        return 2 if error.errno in PATH_MISTAKES else 1, f"{prefix}a file or folder cannot be used: {error}"
     traceback.print_exception(error)
     advice = f"; {MEMORY_ADVICE}" * (type(error).__name__ == "OutOfMemoryError")  # torch's, of a GPU
-    return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}{advice}"
+    return 1, f"{rank}{type(error).__name__}: {error}{advice}"
 
 
 def write_error(state: str, message: str, order: int, step: int = 0) -> None:
@@ -166,9 +168,14 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
         return 141
     except Exception as error:
         status, message = describe_error(error)
-    write_error("error" if status == 2 else "failed", message, 0)
-    if status == 1 or os.environ.get("RANK", "0") == "0":
+        # gloo, NCCL and the store raise a RuntimeError at the end of a peer, which tells more.
+        order = FOLLOWED - 1 if isinstance(error, RuntimeError) else 0
+    rank = os.environ.get("RANK", "0")
+    if status == 1 or rank == "0":
         say_error(message)
+    if rank != "0" and not message.startswith("rank "):
+        message = f"rank {rank} on {platform.node()}: {message}"
+    write_error("error" if status == 2 else "failed", message, order)
     return status
 
 

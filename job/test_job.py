@@ -4,6 +4,7 @@ own."""
 import json
 import multiprocessing
 import os
+import platform
 import re
 import signal
 import threading
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from base import disk
 from base.disk import read_json
-from base.errors import FOLLOWED, UserError
+from base.errors import FOLLOWED, UserError, exit_status
 from base.ranks import ALONE, Ranks, init_ranks, leave
 from job import job as guard
 from job.job import take_lock
@@ -221,6 +222,32 @@ def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_jso
     errors = [read_json(tmp_path / f"{rank}.json") for rank in range(3)]
     assert [error["order"] for error in errors] == [FOLLOWED, 0, FOLLOWED]
     assert (errors[1]["rank"], errors[1]["kind"], errors[1]["message"]) == ("1", "error", message)
+
+
+@pytest.mark.parametrize("error, order", [
+    (RuntimeError("gloo: connection reset"), FOLLOWED - 1), (MemoryError(), 0), (UserError("no weights"), 0),
+    (FileNotFoundError(2, "No such file", "data"), 0),
+])  # fmt: skip
+def test_an_error_before_the_run_names_its_rank_and_counts_more_than_a_lost_connection(
+    tmp_path, monkeypatch, error, order
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
+    exit_status(mock.Mock(side_effect=error), [])
+    written = read_json(tmp_path / "error.json")
+    assert written["order"] == order
+    assert written["message"].startswith(f"rank 1 on {platform.node()}: ")
+
+
+def test_a_stale_lock_does_not_make_a_folder_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "APPEARS", 1)
+    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
+    run.nonce = "of this job"
+    (tmp_path / "lock").write_text("of a job that was killed")
+    with pytest.raises(UserError, match="is not rank 0's folder"):
+        run._check_shared()
+    (tmp_path / "lock").write_text("of this job")
+    run._check_shared()
 
 
 def test_a_job_that_torchrun_restarts_tells_its_own_error(tmp_path, monkeypatch):
