@@ -273,7 +273,7 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         return bool(listings), len(files)
 
     monkeypatch.setattr(train.plan, "refuse_without_room", lambda *_: None)
-    preflight.print_check(c, ALONE)
+    preflight.check(c)
     assert asked() == (True, 2)  # the head of the first file of --data and of --val_data
     reports = []
     tell = lambda work, ranks: reports[0] if reports else reports.append(work()) or reports[0]  # noqa: E731
