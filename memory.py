@@ -282,7 +282,7 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> dict[str, d
     inputs = shape.n_layers * shape.dim * DTYPES[config.dtype].itemsize * _tokens(config)
     parked = inputs * (config.offload_activations and cluster.cuda)
     host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
-    if cluster.cuda and config.save_async and not offload:
+    if config.save_async and config.offload == "none":
         host["copies for saves"] = checkpoint_bytes(config, shards)
     if offload:
         host, parts = host | parts, {}

@@ -69,7 +69,7 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     moved = 3 * trace(config, cluster)[-1] * micro_batches(config, cluster)
     parts = {
         "products": products,
-        "lm_head and loss": head,
+        "lm_head and loss": head * (1 + (config.dpo != "none") / passes),  # pairs need the logits twice
         "attention": attends,
         "computed again": products / passes + attends / 3 if config.checkpointing == "block" else 0.0,
         "elementwise": moved / (FUSED if config.compile != "none" else 1) / gpu.bandwidth,
@@ -251,6 +251,8 @@ def summary(plan: Plan) -> str:
             f"time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
             f" ({config.steps:,} steps){price * (cluster.price > 0)}",
         ]
+        if config.dpo not in ("none", "simpo"):  # a forward pass is a third of a step
+            lines.append(f"reference: up to {hours / 3:,.2f} hours more, for a pass over the pairs of the first epoch")
     return "\n  ".join(lines)
 
 

@@ -21,10 +21,9 @@ cross-entropy of the chosen answer's tokens to each pair.
 Sources: DPO (arXiv 2305.18290); label smoothing (2310.12036, Mitchell's cDPO note); IPO (2310.12036), averaged over the
 tokens as in TRL; SimPO (2405.14734); the cross-entropy (RPO, 2404.19733)."""
 
-import hashlib
 import itertools
-import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from copy import copy
@@ -45,6 +44,7 @@ from shard import free_gathered
 
 logger = logging.getLogger("flatland")
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")
+TEMPORARY = "reference.tmp.npz"  # until it is whole
 
 
 class Objective(NamedTuple):
@@ -137,6 +137,7 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     others. The passes are those of training, so that at the first step log p is bit-equal. All ranks must call."""
     count = int(data.pair_begins[-1])
     values, visits = torch.full((count, 2), -torch.inf), torch.full((count,), torch.inf)  # log p, and in which step
+    reported = time.perf_counter()
     for step, micro_batches in enumerate(itertools.islice(copy(data), steps)):
         for batch in micro_batches:
             batch = batch.to(ranks.device)
@@ -147,6 +148,9 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
             is_first = visits[numbers] == torch.inf  # a later epoch has other micro-batches, and other bits
             values[numbers[is_first]], visits[numbers[is_first]] = logp[is_first], float(step)
             disk.advance()
+        if time.perf_counter() > reported + 10:
+            reported = time.perf_counter()
+            logger.info("Reference of the %s split: step %d of %s", data.split, step + 1, steps or "the evaluation")
     if ranks.world_size > 1:
         mine = visits.clone()
         dist.all_reduce(visits, dist.ReduceOp.MIN, group=ranks.control)
@@ -166,7 +170,7 @@ def prepare(model, weight_scales, data, val_data, run, resume_from) -> Objective
     first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
 
     weight_scales: of FP8. data, val_data: for training, and for validation or None."""
-    config, ranks, path, begin = run.config, run.ranks, run.folder / "reference.npz", time.perf_counter()
+    config, ranks, begin = run.config, run.ranks, time.perf_counter()
     if config.dpo == "none":
         return None
     objective = Objective(*(getattr(config, name) for name in Objective._fields))
@@ -174,12 +178,12 @@ def prepare(model, weight_scales, data, val_data, run, resume_from) -> Objective
         return objective
     loaders, steps = [loader for loader in (data, val_data) if loader], data.first_visits(config.steps)
     if resume_from:
-        values = on_first_rank(lambda: _read_reference(path, loaders, steps), ranks)
+        values = on_first_rank(lambda: _read_reference(run.folder, resume_from.folder, loaders, steps), ranks)
     else:
         weight_scales.refresh()  # as a step does
         visits = steps, None  # of training, and all of validation
         values = [compute_reference(model, *row, ranks) for row in zip(loaders, visits, strict=False)]
-        on_first_rank(lambda: _write_reference(path, loaders, steps, values), ranks)
+        on_first_rank(lambda: _write_reference(run.folder, loaders, steps, values), ranks)
         free_gathered(model)
         logger.info(f"Computed the reference of the pairs in {time.perf_counter() - begin:.1f} s")
     for loader, reference in zip(loaders, values, strict=True):
@@ -187,27 +191,32 @@ def prepare(model, weight_scales, data, val_data, run, resume_from) -> Objective
     return objective
 
 
-def _key(loaders: list) -> str:
-    """Identifies the data of a reference."""
-    return hashlib.sha256(json.dumps([loader.fingerprint for loader in loaders]).encode()).hexdigest()
+def _key(loader) -> str:
+    """The name of a Loader's reference in the file."""
+    return f"{loader.split} {loader.fingerprint}"
 
 
-def _write_reference(path: Path, loaders: list, steps: int, values: list[np.ndarray]) -> None:
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, *values, key=np.array(_key(loaders)), steps=np.array(steps))
-    temporary.rename(path)
+def _write_reference(run: Path, loaders: list, steps: int, values: list[np.ndarray]) -> None:
+    np.savez(run / TEMPORARY, steps=np.array(steps), **dict(zip(map(_key, loaders), values, strict=True)))
+    (run / TEMPORARY).rename(run / "reference.npz")
 
 
-def _read_reference(path: Path, loaders: list, steps: int) -> list[np.ndarray]:
+def _read_reference(run: Path, resume_from: Path, loaders: list, steps: int) -> list[np.ndarray]:
+    """resume_from: a checkpoint, which --resume may name in another run."""
+    path, origin = run / "reference.npz", resume_from.parent.parent / "reference.npz"
     try:
+        if not path.exists() and origin.exists():
+            shutil.copyfile(origin, run / TEMPORARY)
+            (run / TEMPORARY).rename(path)
         with np.load(path) as stored:
-            if str(stored["key"]) != _key(loaders):
-                problem = "belongs to other data"
+            lacking = [loader.split for loader in loaders if _key(loader) not in stored]
+            if lacking:
+                problem = f"lacks the pairs of the {lacking[0]} split"
             elif int(stored["steps"]) < steps:
                 problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"
             else:
-                return [stored[name] for name in sorted(set(stored.files) - {"key", "steps"})]
-    except (OSError, ValueError, KeyError) as e:
+                return [stored[_key(loader)] for loader in loaders]
+    except Exception as e:  # a damaged archive leads to any kind
         problem = f"cannot be read: {e}"
     raise UserError(
         f"{path} {problem}. A resume needs the log-probabilities of the weights before the first step: restore the"

@@ -96,7 +96,8 @@ def test_peak_memory_of_steps_on_a_cpu():
         config = parse_args([*words.split(), "--compile", "none"])
         config = replace(config, attention="sdpa", batch_tokens=config.micro_batch * config.seq_len)
         host = memory.memory(config, cluster)["host"]
-        assert sum(host.values()) - host["processes"] == pytest.approx(peak, rel=0.12), words
+        needed = sum(host.values()) - host["processes"] - host["copies for saves"]
+        assert needed == pytest.approx(peak, rel=0.12), words
 
 
 def answer(capsys, words: str) -> tuple[int, str, str]:
@@ -136,6 +137,22 @@ def test_gpus_and_hosts_are_judged_apart(capsys):
     _, out, _ = answer(capsys, f"{words} --host_gib 7000 --price 2")
     assert "it fits" in out and "of 7,000 GiB (--host_gib)\n" in out and " at $2 per GPU-hour" in out
     assert [*planned(f"{words} --offload none").lacking()] == ["GPU", "host"]
+
+
+def test_pairs_need_the_time_of_their_reference_and_of_logits_twice(capsys):
+    words = "--model llama3.2-1b --lr 1e-6"
+    before, after = (planned(f"{words} --dpo {kind}").times for kind in ("none", "sigmoid"))
+    assert after == before | {"lm_head and loss": pytest.approx(before["lm_head and loss"] * 4 / 3)}
+    assert [len(re.findall("\n  reference: ", answer(capsys, f"{words} {dpo}")[1])) for dpo in (
+        "", "--dpo ipo", "--dpo simpo --dpo_beta 2"
+    )] == [0, 1, 0]  # fmt: skip
+
+
+def test_saves_of_a_cpu_need_a_copy_of_the_state():
+    cluster = plan.cluster_here(ALONE)
+    for words, copies in (("", True), (" --save_async off", False), (" --offload cpu", False)):
+        least = memory.memory(parse_args(f"--dtype fp32{words}".split()), cluster, least=True)["host"]
+        assert ("copies for saves" in least) == copies
 
 
 def test_shared_rows_take_the_activations_of_their_part():

@@ -172,21 +172,63 @@ def test_simpo_has_no_reference(tmp_path, pairs_file):
     assert not (tmp_path / "run" / "reference.npz").exists()
 
 
+NAMES = "loss", "grad_norm", "reward_margin", "logp_rejected"
+
+
 def test_a_resume_is_exact_and_refuses_a_lost_reference(tmp_path, pairs_file, capsys):
-    out, flags = tmp_path / "run", ("--micro_batch=4", "--eval_every=4", "--save_every=3")
-    expected = run_of(out, pairs_file, *flags, "--steps=5")
-    shutil.rmtree(out / "checkpoints" / "step-00000005")
-    resumed = run_of(out, pairs_file, *flags, "--steps=5")
-    names = "loss", "grad_norm", "reward_margin", "logp_rejected"
-    for step in (4, 5):
-        assert [resumed[step][name] for name in names] == [expected[step][name] for name in names], step
+    """Also one without evaluation, and one of another run's checkpoint."""
+    out, flags = tmp_path / "run", ("--micro_batch=4", "--save_every=3")
+    first, last = out / "checkpoints" / "step-00000003", out / "checkpoints" / "step-00000005"
+    expected = run_of(out, pairs_file, *flags, "--eval_every=4", "--steps=5")
+    shutil.rmtree(last)
     words = [*FAST.split(), "--data", str(pairs_file), "--out", str(out), *flags]
     assert exit_status(train_main, [*words, "--steps=9"]) == 2
     assert "has only the pairs of the first 5 steps" in capsys.readouterr().err
-    shutil.rmtree(out / "checkpoints" / "step-00000005")
-    (out / "reference.npz").unlink()
-    assert exit_status(train_main, [*words, "--steps=5"]) == 2
-    assert "reference.npz cannot be read" in capsys.readouterr().err
+    branch = run_of(tmp_path / "branch", pairs_file, *flags, "--steps=5", f"--resume={first}")
+    for resumed in run_of(out, pairs_file, *flags, "--eval_every=0", "--steps=5"), branch:
+        for step in (4, 5):
+            assert [resumed[step][name] for name in NAMES] == [expected[step][name] for name in NAMES], step
+    shutil.rmtree(last)
+    reference = out / "reference.npz"
+    reference.write_bytes(reference.read_bytes()[:-30])
+    for _ in range(2):  # damaged, then lost
+        assert exit_status(train_main, [*words, "--steps=5"]) == 2
+        assert "reference.npz cannot be read" in capsys.readouterr().err
+        reference.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("changed", ["data", "template"])
+def test_a_resume_with_other_pairs_or_another_rendering_is_refused(tmp_path, pairs_file, capsys, changed):
+    data, base = tmp_path / "data.jsonl", tmp_path / "base"
+    shutil.copyfile(pairs_file, data)
+    export_model(fill(Transformer(MODELS["tiny-llama"])), base, tokenizer=load_tokenizer("bytes"), chat_format="llama")
+    flags = "--micro_batch=4", "--save_every=2", "--steps=3", "--weights", base, "--tokenizer", base, "--eval_every=0"
+    run_of(tmp_path / "run", data, *flags)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
+    path, old, new = {
+        "data": (data, "Say 7", "Say 8"),
+        "template": (base / "chat_template.jinja", "[INST]", "[TELL]"),
+    }[changed]
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    load_tokenizer.cache_clear()  # as in another process
+    words = [*FAST.split(), "--data", data, "--out", tmp_path / "run", *flags]
+    assert exit_status(train_main, [*map(str, words)]) == 2
+    assert "was trained on other data" in capsys.readouterr().err
+
+
+def test_the_reference_of_an_adapter_is_where_it_starts(tmp_path, pairs_file):
+    """Continued and merged weights have the same log-probabilities, which are not the base's."""
+    base, flags = tmp_path / "base", ("--micro_batch=4", "--eval_every=0")
+    export_model(fill(Transformer(MODELS["tiny-llama"])), base, tokenizer=load_tokenizer("bytes"), chat_format="llama")
+    on_base = "--weights", base, "--lora=4"
+    start = run_of(tmp_path / "first", pairs_file, *flags, *on_base, "--steps=3")
+    adapter, merged = tmp_path / "first" / "adapter", tmp_path / "first" / "hf"
+    continued = run_of(tmp_path / "second", pairs_file, *flags, *on_base, f"--lora_weights={adapter}", "--steps=2")
+    whole = run_of(tmp_path / "third", pairs_file, *flags, f"--weights={merged}", "--steps=1")
+    assert continued[1]["reward_margin"] == continued[1]["rewards_chosen"] == 0.0 != continued[2]["reward_margin"]
+    assert continued[1]["logp_chosen"] == pytest.approx(whole[1]["logp_chosen"], rel=1e-5)
+    assert abs(continued[1]["logp_chosen"] - start[1]["logp_chosen"]) > 0.1
 
 
 def test_a_resume_that_evaluates_more_pairs_is_refused(tmp_path, pairs_file, capsys):

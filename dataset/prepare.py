@@ -158,10 +158,6 @@ def _download(files, parent, folder):
 # ---- encoding
 
 
-# load_tokenizer looks whether the files of a tokenizer have changed: not for each row.
-_tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
-
-
 class Encoder(NamedTuple):
     """Rows -> token ids. tokenizer, text_field, chat_fields, skip_bad: as the flags name them. chat: the chat format's
     family, llama or mixtral, where the tokenizer does not say it. pairs: each row holds a pair of answers."""
@@ -210,7 +206,7 @@ class Encoder(NamedTuple):
     def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
         """-> (tokens, kind: text, or chat or pair, whose tokens carry TRAINED and BEGINS, changes and omissions in a
         conversation). A pair that says nothing has no tokens. UserError if it is a bad row."""
-        tokenizer = _tokenizer(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer)
         text, conversations = self.read(row)
         if not conversations:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
