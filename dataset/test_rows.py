@@ -18,7 +18,7 @@ import checkpoint
 import preflight
 import train
 from base.errors import Failure
-from base.ranks import ALONE, Ranks
+from base.ranks import Ranks
 from config import choose_lanes, parse_args
 from data import Batch, make_loader, open_data
 from dataset import prepare as text_module
