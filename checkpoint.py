@@ -29,7 +29,7 @@ import zlib
 from collections import defaultdict
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
@@ -70,7 +70,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from base.ranks import ALONE, Ranks, gather, on_every_rank, on_first_rank
 from base.tensors import Slices, TensorFile, assemble, local, shard_slices, sharding, write_file
-from config import Config, fields_that_resume
+from config import FIELDS, Config, fields_that_resume
 from data import Loader
 from dataset.prepare import knows_text
 from dataset.rows import merge_positions
@@ -204,7 +204,7 @@ class Saver:
             "position": merge_positions(positions),
             "probe": {"tokens": tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
             "base": self.base,
-            "config": asdict(self.config),
+            "config": self.config.flags(),
             "model": asdict(self.config.model_config),
         }
         tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
@@ -427,8 +427,9 @@ class Checkpoint:
     def config(self) -> Config:
         """The settings of the run that saved it, without flags that this version does not have."""
         saved = self.manifest["config"]
-        values = {f.name: saved[f.name] for f in fields(Config) if f.name in saved}
-        return Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        values = {f.name: saved[f.name] for f in FIELDS if f.name in saved}
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return Config(**values, model_config=self.model_config)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -517,7 +518,7 @@ def _candidates(config: Config) -> list[Path]:
 
 def changes(resume_from: Checkpoint, config: Config) -> dict[str, list]:
     """{name: [old, new]} of the settings that differ from the checkpoint's, except settings that may always change."""
-    old, new = asdict(resume_from.config), asdict(config)
+    old, new = resume_from.config.flags(), config.flags()
     names = [name for name in new if name not in fields_that_resume("free")]
     return {name: [old[name], new[name]] for name in names if old[name] != new[name]}
 

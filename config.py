@@ -5,8 +5,9 @@
 A recipe is a file of flags with # comments; it may name others with @. Nothing else configures a run: no YAML and
 no environment variables.
 
-Nothing here imports torch, which takes seconds, so --help and error messages appear at once. Functions that open files
-import their libraries themselves."""
+This file knows words only: it opens recipes and nothing else, and imports no torch, which takes seconds. So --help and
+error messages appear at once, and a machine without the weights can start those that have them. inputs.py gives the
+values that depend on folders, and preflight.py those that depend on devices."""
 
 import contextlib
 import glob
@@ -17,12 +18,11 @@ from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from base.disk import ROOT, VERSION, read_object
-from base.errors import Parser, UserError, naming, nearest
-from base.hub import local_path
+from base.errors import Parser, UserError, nearest
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -30,7 +30,6 @@ SHARD = ".bin"  # the suffix of a file of token ids
 SHORTENED = (".txt", ".jsonl", ".json", ".csv", ".parquet", SHARD)  # suffixes that run folders are not named after
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 LANES = 64  # a stream has at least as many, unless --lanes says otherwise
-BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
 LARGEST = 2**53
 ON_OFF = {"on": True, "true": True, "off": False, "false": False}
 ALIASES = {("fp8", "0"): "off", ("fp8", "1"): "tensor"}
@@ -67,13 +66,13 @@ class Config:
     n_heads: int = _flag(0, "attention heads")
     n_kv_heads: int = _flag(0, "key/value heads")
     ffn_dim: int = _flag(0, "feed-forward width")
-    lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = train all weights")
+    lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = --lora_weights', or train all weights")
     lora_alpha: float = _flag(0.0, "scale of the adapters x rank; 0 = 2 * rank", needs=("lora",))
     lora_targets: tuple = _flag(
-        ("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters, or all", needs=("lora",)
+        (), "projections with adapters, or all; none = --lora_weights', or q,k,v,o,gate,up,down", needs=("lora",)
     )
     quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"), needs=("lora",))
-    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs=("weights", "lora"))
+    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs=("weights",))
     data: tuple = may_change_on_resume(
         (),
         "token shards (a folder, .bin), .txt, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
@@ -211,26 +210,24 @@ class Config:
     )
     check: bool = may_change_on_resume(False, "check a start without training; the last line is JSON")
 
-    @cached_property
-    def model_config(self) -> ModelConfig:
-        """The shape of --model, with the sizes that flags override."""
-        row = MODELS.get(self.model)
-        if row is None:
-            from hf.families import read_config
+    # The shape of --model, which is no flag. If that is a folder or a hub id, inputs.settle_model reads it.
+    model_config: ModelConfig | None = None
 
-            flag = "--weights" if self.model == self.weights else "--model"
-            folder = local_path(self.model, flag)
-            with naming(f"{flag} {self.model}"):
-                row = read_config(folder)
+    def flags(self) -> dict:
+        """{flag: its value}"""
+        return {f.name: getattr(self, f.name) for f in FIELDS}
+
+    def with_sizes(self, shape: ModelConfig) -> ModelConfig:
+        """The shape of --model with the sizes that flags override."""
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         changes = {name: value for name in sizes if (value := getattr(self, name))}
         given = " ".join(f"--{name} {value}" for name, value in changes.items())
         if self.dim or self.n_heads:
             changes["head_dim"] = 0
-        if self.n_heads and row.n_kv_heads == row.n_heads:
+        if self.n_heads and shape.n_kv_heads == shape.n_heads:
             changes.setdefault("n_kv_heads", 0)
         try:
-            return replace(row, **changes)
+            return replace(shape, **changes)
         except ValueError as e:
             raise UserError(f"--model {self.model} with {given}: {e}") from None
 
@@ -261,16 +258,19 @@ class Config:
         return warnings
 
 
+FIELDS = [f for f in fields(Config) if f.metadata]
+
+
 def fields_that_resume(kind: str) -> list[str]:
     """The flags of that kind: same, free or override; see _flag."""
-    return [f.name for f in fields(Config) if f.metadata["resume"] == kind]
+    return [f.name for f in FIELDS if f.metadata["resume"] == kind]
 
 
 def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
     """{flag in our spelling: (its values, its recipe or nothing)}, with the flags of each @NAME's recipe. Of equal
     flags the last one counts. A flag in REPLACES also removes its counterpart, unless both are in one recipe or both on
     the command line."""
-    names, settings, values = [f.name for f in fields(Config)], {}, None
+    names, settings, values = [f.name for f in FIELDS], {}, None
     for word, recipe in _expand(argv):
         if not word.startswith("--"):
             if values is None or word.endswith(".args"):
@@ -323,7 +323,7 @@ def make_parser() -> Parser:
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
-    for f in fields(Config):
+    for f in FIELDS:
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
         kind, choices = KINDS[type(f.default)], f.metadata["choices"]
@@ -335,7 +335,7 @@ def make_parser() -> Parser:
 
 def read_run(folder: Path) -> "Config":
     """The settings of a run folder. Those that this version does not know are left out."""
-    values, known = read_object(folder / "flags.json"), {f.name for f in fields(Config)}
+    values, known = read_object(folder / "flags.json"), {f.name for f in FIELDS}
     if isinstance(field := values.get("text_field"), str):  # version 0.3 had one at most
         values["text_field"] = field.split()
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -343,8 +343,8 @@ def read_run(folder: Path) -> "Config":
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:
-    """Command-line words -> Config. Raises UserError for mistakes that can be found without data or devices.
-    trains: an empty command line means the default recipe; also refuses missing data and tokenizers."""
+    """Command-line words -> Config. Raises UserError for mistakes that can be found without files or devices.
+    trains: an empty command line means the default recipe, and adapters need weights."""
     if asked := {"-h", "--help", "--version"} & {*argv}:
         make_parser().parse_args([*asked])  # prints, and ends the process
     if trains:
@@ -358,36 +358,29 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
-    values = {f.name: f.default for f in fields(Config)}
-    values |= {f.name: _read_value(f, settings[f.name][0]) for f in fields(Config) if f.name in settings}
+    values = {f.name: f.default for f in FIELDS}
+    values |= {f.name: _read_value(f, settings[f.name][0]) for f in FIELDS if f.name in settings}
     if {"steps", "epochs"} <= settings.keys():
         raise UserError("--steps and --epochs exclude each other")
-    if values["lora_weights"] and values["weights"]:
-        from hf.weights import adapter_flags
-
-        theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
-        values |= {name: value for name, value in theirs.items() if name not in settings}
-    values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
+    if values["lora_weights"] and "lora" in settings and not values["lora"]:
+        raise UserError("--lora_weights has no effect with --lora 0: leave out --lora, which is the adapter's")
     if values["dpo"] in ("sigmoid", "ipo"):
         values["dpo_beta"] = values["dpo_beta"] or 0.1
-    chose_bytes = values["tokenizer"] == "bytes"
-    _settle_model(values)
-    model = Path(values["model"])
-    name = f"{model.parent.name}-hf" if model.name == "hf" else model.name  # the export of a run, runs/NAME/hf
+    model = values["model"] = values["model"] or values["weights"] or "tiny-llama"
+    path = Path(model)
+    name = f"{path.parent.name}-hf" if path.name == "hf" else path.name  # the export of a run, runs/NAME/hf
     names = [*(recipes or [name]), *map(name_of, values["data"])]
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names]
     values["out"] = values["out"] or f"runs/{'-'.join(names)}"
     config = Config(**values)
-    if config.lora_targets == ("all",):
-        from hf.lora import sizes
-
-        config = replace(config, lora_targets=tuple(sizes(config.model_config)))
+    if model in MODELS:
+        config = replace(config, model_config=config.with_sizes(MODELS[model]))
     refuse_conflicts(config)
     check_values(config)
+    if config.model_config:
+        check_model(config)
     if trains and config.lora and not config.weights:
         raise UserError(f"--lora {config.lora} without --weights would freeze random weights: name --weights")
-    if not chose_bytes:
-        _check_data(config, trains)
     return config
 
 
@@ -416,53 +409,11 @@ def _read_value(f: Field, words: list[str]):
     return value
 
 
-def _settle_model(values: dict) -> None:
-    """--model defaults to --weights, and --tokenizer to the tokenizer next to --weights or --model."""
-    from hf.tokenizer import holds_tokenizer
-
-    weights = values["weights"]
-    folders = {weights: local_path(weights, "--weights")} if weights else {}
-    model = values["model"] = values["model"] or weights or "tiny-llama"
-    if model not in MODELS and model not in folders:
-        near = nearest(Path(model).name.lower(), MODELS)
-        meant = f"did you mean {near}? " if near else ""
-        with naming(f"--model {model}: unknown; {meant}--help lists all. As a folder"):
-            folders[model] = local_path(model, "--model")
-    beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
-    values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
-
-
-def _check_data(c: Config, trains: bool) -> None:
-    """Refuses likely mistakes, unless the user names --tokenizer bytes: samples of unknown tokens and, if it trains,
-    the built-in text for a real model, and bytes in a vocabulary of words."""
-    size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
-    shards = [*map(is_shards, c.data + c.val_data)]
-    unread = as_bytes and not all(shards) or not c.data and (as_bytes or not c.model.startswith("tiny-"))
-    _refuse_first(
-        (
-            trains and size > BYTES_UP_TO and unread,
-            f"--model {c.model} has a vocabulary of {size}: name --data and, for text, the model's --tokenizer;"
-            " `--tokenizer bytes` trains on bytes, or on the built-in text",
-        ),
-        (
-            c.sample_every and as_bytes and any(shards),
-            "--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0",
-        ),
-    )
-
-
 def check_values(c: Config) -> None:
     """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
     text_fields(c)  # refuses names of no entry
-    if c.lora:
-        from hf.lora import check_flags
-
-        check_flags(c)
-    tunable, model, parts = fields_that_resume("override"), c.model_config, c.context_parallel
+    tunable = fields_that_resume("override")
     fixed = {*c.resume_override} - {*tunable}
-    positions = "dynamic" if "dynamic" in str(model.rope_scaling) else model.positions
-    is_short = positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len
-    splits_rows = model.n_heads % parts == 0 and c.seq_len % parts == 0 and c.seq_len > parts
     warm, pairs = PROFILE_AFTER + c.profile, c.dpo != "none"
     kinds = {"simpo_gamma": "simpo", "label_smoothing": "sigmoid"}
     changed = [name for name in kinds if getattr(c, name) != getattr(Config, name)]
@@ -477,6 +428,22 @@ def check_values(c: Config) -> None:
             not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len),
             f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}",
         ),
+        (pairs and not c.dpo_beta, f"--dpo {c.dpo} needs a --dpo_beta: 2 for simpo, 5 for sigmoid_norm are usual"),
+        (unused, f"--{'--'.join(unused)} is not for --dpo {c.dpo}: remove it"),
+        (
+            pairs and (c.stream or c.context_parallel > 1),
+            "--dpo works neither with --stream nor with --context_parallel",
+        ),
+    )
+
+
+def check_model(c: Config) -> None:
+    """Refuses values that do not fit the model."""
+    model, parts = c.model_config, c.context_parallel
+    positions = "dynamic" if "dynamic" in str(model.rope_scaling) else model.positions
+    is_short = positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len
+    splits_rows = model.n_heads % parts == 0 and c.seq_len % parts == 0 and c.seq_len > parts
+    _refuse_first(
         (
             c.delimiter >= model.vocab_size,
             f"--delimiter {c.delimiter}: the ids of {c.model} are below {model.vocab_size}",
@@ -485,9 +452,6 @@ def check_values(c: Config) -> None:
             not splits_rows,
             f"--context_parallel {parts} must divide the {model.n_heads} heads of {c.model} and --seq_len {c.seq_len}",
         ),
-        (pairs and not c.dpo_beta, f"--dpo {c.dpo} needs a --dpo_beta: 2 for simpo, 5 for sigmoid_norm are usual"),
-        (unused, f"--{'--'.join(unused)} is not for --dpo {c.dpo}: remove it"),
-        (pairs and (c.stream or parts > 1), "--dpo works neither with --stream nor with --context_parallel"),
         (is_short, f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} {positions} positions"),
     )
 
@@ -590,16 +554,18 @@ CONFLICTS = (  # two flags, each with its value if only that one conflicts; the 
 def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     """Refuses flags that exclude each other. world_size: 0 for the flags that a user gives, of which it also refuses
     those that have no effect without another one."""
-    given = {name for name, value in vars(c).items() if value not in (0, "", "off", "none")}
+    given = {name for name, value in c.flags().items() if value not in (0, "", "off", "none")}
     if any("://" in entry for entry in c.data + c.val_data):
         given.add("stream")
-    for f in fields(Config) if world_size == 0 else ():
+    if c.lora_weights:
+        given.add("lora")  # the adapter's rank
+    for f in FIELDS if world_size == 0 else ():
         missing = [needed for needed in f.metadata["needs"] if needed not in given]
         if missing and getattr(c, f.name) not in (f.default, 0):
             raise UserError(f"--{f.name} has no effect without --{missing[0]}")
     if world_size % c.context_parallel:
         raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
-    flags = {f"--{name} {value}" for name, value in vars(c).items()} | {f"--{name}" for name in given}
+    flags = {f"--{name} {value}" for name, value in c.flags().items()} | {f"--{name}" for name in given}
     flags |= {"several processes"} if world_size > 1 else set()
     for first, second, reason in CONFLICTS:
         if flags.issuperset((first, second)):

@@ -36,12 +36,13 @@ from base.disk import plural, read_ahead, sample_digest
 from base.errors import Parser, UserError, naming, prepare_python, run_script
 from config import Config, check_values, choose_lanes, parse_args, read_run, row_groups, split_batch
 from dataset.prepare import main as run_text_command
+from inputs import settle_model, settled_args
 
 if __name__ == "__main__":
     prepare_python()
 if __name__ == "__main__" and sys.argv[1:2] != ["show"]:
     # Ends the process, before torch is imported, which takes seconds.
-    run_script(lambda argv: run_text_command(argv, parse_args))
+    run_script(lambda argv: run_text_command(argv, settled_args))
 
 import numpy as np  # isort: skip
 import torch
@@ -322,6 +323,7 @@ def flag_of(config: Config, split: str) -> str:
 
 def make_loader(config: Config, rank=0, world_size=1, split="train") -> Loader:
     """split: "train" or "val". UserError if it has no row."""
+    config = settle_model(config)
     return Loader(config, rank, world_size, split, find_sources(config, [flag_of(config, split)]))
 
 
@@ -403,7 +405,7 @@ def show(loader: Loader, step: int, n: int) -> Iterator[str]:
 
 def main(argv: list[str]) -> None:
     if argv[:1] != ["show"]:
-        return run_text_command(argv, parse_args)
+        return run_text_command(argv, settled_args)
     verb = VERBS["show"]
     parser = Parser(verb["flags"], prog="data.py show", description=verb["help"])
     args, words = parser.parse_known_args(argv[1:])

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from base.disk import ROOT, read_json, write_json, write_whole
@@ -147,7 +146,7 @@ class Log:
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
         }
-        write_json(folder / "flags.json", asdict(config))
+        write_json(folder / "flags.json", config.flags())
         write_json(folder / "env.json", env)
         lines = [
             f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"

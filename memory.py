@@ -127,6 +127,10 @@ KERNELS = {
 }
 
 
+def _with_blocks(config: Config, n: int) -> Config:
+    return replace(config, n_layers=n, model_config=replace(config.model_config, n_layers=n))
+
+
 def _build(config: Config, wrapped: bool) -> Transformer:
     """The model as train.build makes it, on the meta device; neither compiled nor sharded."""
     dtype = DTYPES[config.dtype]
@@ -173,7 +177,7 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
         config, batch_tokens=0, state_dtype="fp32", save_async=True, offload="none", offload_activations=False,
         fp8_skip=named,
     )  # fmt: skip
-    two, three = (_trace_blocks(replace(config, n_layers=blocks), wrapped, passes) for blocks in (2, 3))
+    two, three = (_trace_blocks(_with_blocks(config, blocks), wrapped, passes) for blocks in (2, 3))
     inputs = 0
     if config.compile != "none" and config.checkpointing == "none" and config.fp8 == "off":
         # A compiler that need not save memory keeps the inputs of a block's products: the outputs of its norms and of
@@ -248,7 +252,7 @@ def kept(config: Config, shards: int) -> list[Kept]:
 
 
 def _one_block(config: Config) -> Transformer:
-    return lora.meta_model(replace(config, n_layers=1))
+    return lora.meta_model(_with_blocks(config, 1))
 
 
 def elements(config: Config, shards: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from base import errors
 from base.disk import amount, free_space
 from base.errors import MEMORY_ADVICE, Parser, UserError, within
-from config import DEFAULT, Config, check_batch, parse_args, refuse_conflicts, split_batch, with_recipes
+from config import DEFAULT, Config, check_batch, refuse_conflicts, split_batch, with_recipes
 
 if __name__ == "__main__":
     errors.prepare_python()
@@ -35,6 +35,7 @@ from base import host
 from base.host import GPUS, Gpu
 from base.ranks import Ranks
 from hf import lora
+from inputs import settled_args
 from memory import GIB, Cluster, checkpoint_bytes, elements, memory, micro_batches, state, trace
 from optim import DTYPES
 from shard import mesh_shape
@@ -319,7 +320,7 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
     words = words or DEFAULT
     if "model" in with_recipes(words):
         words = [*words, "--weights=", "--load=direct"]
-    config = parse_args(words)
+    config = settled_args(words)
     if config.epochs:
         raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --steps instead")
     return settle(config, cluster), cluster

@@ -26,6 +26,7 @@ from dataset.prepare import knows_text
 from hf import lora
 from hf.tokenizer import holds_tokenizer, load_tokenizer
 from hf.weights import open_adapter, open_weights, refuse_in_the_way
+from inputs import settle_inputs
 from job.job import logger, refuse_unusable
 from log import attention_kernel
 from model import Transformer, flops_per_token, random_init
@@ -39,7 +40,7 @@ SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s><
 def settle(config: Config, ranks: Ranks, counts_epochs: bool = False) -> Config:
     """Gives what is `auto` or 0 its value on this machine, which flags.json records. Refuses settings that cannot run
     here. counts_epochs: also replaces --epochs by steps, which may tokenize for hours. All ranks must call."""
-    config = on_first_rank(lambda: checkpoint.keep_defaults(config), ranks)
+    config = on_first_rank(lambda: checkpoint.keep_defaults(settle_inputs(config)), ranks)
     if counts_epochs and config.epochs:
         config = on_first_rank(lambda: epochs_as_steps(config, ranks.world_size), ranks)
     config = choose_defaults(config, ranks.device, ranks.world_size)

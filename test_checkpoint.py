@@ -28,6 +28,7 @@ from base.ranks import ALONE, Ranks, init_ranks, leave
 from base.tensors import local, shard_slices
 from config import parse_args
 from hf.weights import export_trained, load_model
+from inputs import settled_args
 from model import Transformer
 from optim import make_optimizer
 from test_shard import allocate, fill, run_ranks
@@ -54,7 +55,7 @@ def save(run: Path, step: int, model, optimizer, position: dict, config, *more, 
 
 def make_state(run: Path, *flags: str, steps: int = 3):
     """A model and optimizer after a few steps."""
-    config = parse_args(["--out", str(run), *flags])
+    config = settled_args(["--out", str(run), *flags])
     model = fill(Transformer(config.model_config))
     optimizer = make_optimizer(model, config)
     tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -139,7 +140,7 @@ def reshard() -> None:
     """A rank that loads, saves and exports."""
     run, name, size, optimizer = Path(sys.argv[2]), *sys.argv[3:]
     ranks = init_ranks()
-    config = parse_args(["--out", str(run), *RESHARDED, "--model", name, "--optimizer", optimizer])
+    config = settled_args(["--out", str(run), *RESHARDED, "--model", name, "--optimizer", optimizer])
     mesh = shard.make_mesh(int(size), ranks)
     model = allocate(config.model_config, mesh)
     optimizer = make_optimizer(model, config)

@@ -15,18 +15,20 @@ import pytest
 import config
 from attention import BACKENDS, PACKED
 from base.errors import UserError
-from config import Config, check_batch, parse_args, refuse_conflicts
+from config import check_batch, parse_args, refuse_conflicts
 from hf.families import config_json
+from inputs import settle_inputs, settle_model
 from model import MODELS
 
 ROOT = Path(config.__file__).parent
-FIELDS = dataclasses.fields(Config)
+FIELDS = config.FIELDS
 SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if not p.name.startswith("test_") and "__main__" in p.read_text()]
 
 
 def refused(*words: str, trains: bool = False) -> str:
     with pytest.raises(UserError) as error:
-        parse_args(list(words), trains)
+        config = parse_args(list(words), trains)
+        settle_inputs(config) if trains else settle_model(config)
     return str(error.value)
 
 
@@ -86,16 +88,16 @@ def folder(tmp_path):
 
 
 def test_a_folder_brings_its_model_and_tokenizer(folder):
-    c = parse_args(["--model", folder])
+    c = settle_model(parse_args(["--model", folder]))
     assert c.model_config == dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3)
     assert (c.tokenizer, c.weights, Path(c.out)) == ("bytes", "", Path("runs/Tiny-9B"))
-    assert parse_args(["--model", folder, "--n_layers", "2"]).model_config == MODELS["tiny-gpt2"]
+    assert settle_model(parse_args(["--model", folder, "--n_layers", "2"])).model_config == MODELS["tiny-gpt2"]
     assert parse_args([]).model == "tiny-llama" and parse_args(["--weights", folder]).model == folder
     assert parse_args(["--weights", folder, "--model=tiny-gpt2"]).model == "tiny-gpt2"
     (Path(folder) / "tokenizer.model").touch()
     for words in (["--weights", folder], ["--model", folder], ["--weights", folder, "--model", "tiny-gpt2"]):
-        assert parse_args(words).tokenizer == folder
-    assert parse_args(["--weights", folder, "--tokenizer", "bytes"]).tokenizer == "bytes"
+        assert settle_model(parse_args(words)).tokenizer == folder
+    assert settle_model(parse_args(["--weights", folder, "--tokenizer", "bytes"])).tokenizer == "bytes"
 
 
 # ---- recipes
@@ -136,7 +138,7 @@ def test_flags_after_a_recipe_replace_what_belongs_to_them(recipe):
 ])  # fmt: skip
 def test_a_schedule_and_rows_that_are_too_long_are_reported(words, warns, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], "float32")))
-    warnings = parse_args(words.replace("FOLDER", str(tmp_path)).split()).warnings
+    warnings = settle_model(parse_args(words.replace("FOLDER", str(tmp_path)).split())).warnings
     assert len(warnings) == bool(warns) and all(warns in warning for warning in warnings)
 
 
@@ -183,7 +185,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--epochs 2 --steps 9", "exclude each other"), ("--lora 8 --tokenizer bytes", "--lora 8 without --weights"),
 ], ids=lambda text: text[:40])  # fmt: skip
 def test_mistakes_are_named(words, message):
-    assert re.search(message, refused(*words.split(), trains="--lora" in words))
+    assert re.search(message, refused(*words.split(), trains="--lora" in words or "--sample_every" in words))
 
 
 @pytest.mark.parametrize("words", [
@@ -216,6 +218,8 @@ def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     Path("tokens.v2").mkdir()
     Path("tokens.v2/a.bin").touch()
+    for name in ("a", "a.jsonl", "b.bin", "a.txt.gz"):
+        Path(name).touch()
     for vocab_size, beside in ((1024, False), (1025, False), (32000, True)):
         found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], vocab_size=vocab_size), "float32")
         Path("config.json").write_text(json.dumps(found))
@@ -224,8 +228,8 @@ def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monk
         if missing and vocab_size > 1024 and not (beside and words):
             assert missing in refused(*argv, trains=True)
         else:
-            parse_args(argv, trains=True)
-        parse_args(argv)
+            settle_inputs(parse_args(argv, trains=True))
+        settle_model(parse_args(argv))
 
 
 # ---- sizes
@@ -272,9 +276,9 @@ def test_rows_that_do_not_divide_are_refused(words, ranks, message):
     *((f"--{flag} {model} --data a.txt", f"runs/{name}-a") for flag in ("weights", "model") for model, name in {
         "runs/talks/hf": "talks-hf", "meta-llama/Llama-3.1-8B": "Llama-3.1-8B", "x/a.gz": "a.gz"}.items()),
 ])  # fmt: skip
-def test_out_is_named_after_recipe_or_model_and_data(recipe, folder, monkeypatch, words, out):
+def test_out_is_named_after_recipe_or_model_and_data(recipe, words, out):
+    """Though no folder of a model is there."""
     name = recipe("default", "--steps 5")
-    monkeypatch.setattr("config.local_path", lambda spec, flag: Path(folder))
     assert Path(parse_args(words.replace("RECIPE", name).split()).out) == Path(out)
 
 

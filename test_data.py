@@ -8,7 +8,7 @@ import pickle
 import pydoc_data.topics
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -19,7 +19,6 @@ import torch
 from base import disk
 from base.errors import UserError
 from base.ranks import Ranks
-from config import parse_args
 from data import epochs_as_steps, main, make_loader, open_data, show
 from dataset import prepare as text_module
 from dataset import rows
@@ -28,6 +27,7 @@ from dataset.prepare import find_files
 from dataset.rows import find_sources, open_source, permute, turns
 from dataset.test_prepare import open_alone, refused
 from dataset.test_rows import run as run_ranks
+from inputs import settled_args
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 T = 8  # seq_len of most tests
@@ -37,7 +37,7 @@ GPT2, LLAMA3 = (20240520, 1, "<u2"), (20240801, 7, "<u4")  # llm.c's headers: ma
 def config(*paths, **flags):
     flags = {"vocab_size": 2**18, "seq_len": T, "micro_batch": 1} | flags
     words = [f"--{name}={value}" for name, value in flags.items()]
-    return parse_args(words + (["--data", *map(str, paths)] if paths else []))
+    return settled_args(words + (["--data", *map(str, paths)] if paths else []))
 
 
 def shard(path, tokens, kind=GPT2, **header):
@@ -334,7 +334,8 @@ def test_show_prints_the_rows_of_a_step(tmp_path, capsys, stream):
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(999)))
     c = config(tmp_path / "a.txt", micro_batch=3, batch_tokens=6 * 16, seq_len=16, vocab_size=300, **stream)
     steps = [*itertools.islice(make_loader(c, 1, 2), 4)]
-    (tmp_path / "flags.json").write_text(json.dumps(asdict(c) | {"flag_of_another_version": 1, "text_field": "text"}))
+    other = {"flag_of_another_version": 1, "text_field": "text", "weights": "gone", "lora_weights": "gone", "lora": 4}
+    (tmp_path / "flags.json").write_text(json.dumps(c.flags() | {"lora_alpha": 8.0} | other))
     main(["show", "--run", str(tmp_path), "--step", "4"])
     shown = capsys.readouterr().out.split("--- row ")[1:]
     expected = [bytes(t for t in row if t < 256).decode() for row in steps[3][0].tokens.tolist()]

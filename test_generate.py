@@ -21,12 +21,12 @@ from torch import Tensor
 import checkpoint
 from base.disk import read_json
 from base.errors import UserError
-from config import parse_args
 from dataset.prepare import write_shard
 from generate import choose, main, open_source, sample
 from hf.test_tokenizer import _json, _model
 from hf.tokenizer import ByteTokenizer
 from hf.weights import export_model, export_trained, load_model
+from inputs import settled_args
 from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save
@@ -290,7 +290,7 @@ def test_dtypes(tmp_path, monkeypatch, stored, flag, dtype):
 
 def save_run(run: Path, *flags) -> Transformer:
     """Writes the folder of a run after one step, which learned nothing -> its model."""
-    config = parse_args([*map(str, flags), "--out", str(run), "--dtype", "fp32"])
+    config = settled_args([*map(str, flags), "--out", str(run), "--dtype", "fp32"])
     model = scramble(Transformer(config.model_config))
     config = replace(config, batch_tokens=2048)
     save(run, 1, model, make_optimizer(model, config), {}, config)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 
 import nf4
-from config import parse_args
 from hf import lora
 from hf.weights import export_model, load_model, open_adapter, open_weights
+from inputs import settled_args
 from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters, set_dtypes
 from test_shard import fill
@@ -95,7 +95,7 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
     for quantize in "nf4", "none":
         flags = f"--weights {base} --lora 3 --lora_targets q,v,up --quantize {quantize}"
         model = Transformer(BASE, torch.bfloat16)
-        lora.convert(model, parse_args(flags.split()))
+        lora.convert(model, settled_args(flags.split()))
         set_dtypes(model, torch.float32)
         adapters = random_init(BASE, {n: tuple(p.shape) for n, p in model.named_parameters()}, 3)
         fill_parameters(model, lora.join(read, adapters))
@@ -126,7 +126,7 @@ def test_runs_agree_on_any_ranks_and_resume_bit_equal(base, tmp_path, text):
     whole, again = (load_file(tmp_path / run / stored) for run in ("whole", "again"))
     assert "Resumed from" in done.stderr + done.stdout and all(torch.equal(whole[k], again[k]) for k in again)
     assert whole.keys() == again.keys() and all(".lora_" in name for name in whole)
-    config = parse_args([*map(str, flags), "--steps", "4"])
+    config = settled_args([*map(str, flags), "--steps", "4"])
     model = Transformer(BASE)
     read = open_adapter(tmp_path / "whole/adapter", config)
     fill_parameters(model, lora.merge(open_weights(base, BASE), read, config))

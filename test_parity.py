@@ -95,7 +95,7 @@ class Cell(Config):
         return Cell(**{k: v == "True" if kinds[k] is bool else kinds[k](v) for k, v in values.items()})
 
     @property
-    def model_config(self) -> ModelConfig:
+    def shape(self) -> ModelConfig:
         base = MODELS[self.model]
         sizes = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn_dim", "vocab_size")
         experts = ("n_experts", "top_k") if base.n_experts else ()
@@ -105,8 +105,9 @@ class Cell(Config):
     def config(self) -> "Cell":
         """With the flags that follow from others."""
         batch_tokens = self.parts * self.micro_batch * self.seq_len
-        targets = tuple(lora.sizes(self.model_config))
-        return replace(self, batch_tokens=batch_tokens, lora_alpha=2.0 * self.lora, lora_targets=targets)
+        targets = tuple(lora.sizes(self.shape))
+        adapters = {"lora_alpha": 2.0 * self.lora, "lora_targets": targets}
+        return replace(self, batch_tokens=batch_tokens, model_config=self.shape, **adapters)
 
     @property
     def parts(self) -> int:
@@ -177,7 +178,7 @@ def plain_steps(
     """The oracle: steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass.
     reduces: in as many, whose gradients are rounded to bf16, as their sum is: what --reduce_dtype bf16 does."""
-    model = Transformer(cell.model_config, dtype)
+    model = Transformer(cell.shape, dtype)
     lora.convert(model, cell.config)
     model.to(dtype)
     fill(model)
@@ -187,7 +188,7 @@ def plain_steps(
     for step, rate in enumerate(RATES):
         whole, loss = rows_of(cell, step, text), 0.0
         sums = [torch.zeros_like(p) for p in parameters]
-        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if reduces or cell.model_config.n_experts else 1):
+        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if reduces or cell.shape.n_experts else 1):
             batch = part_of(whole, slice(rows[0], rows[-1] + 1))
             part = model(batch.tokens, batch.targets, batch.positions)
             part.backward()

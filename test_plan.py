@@ -73,7 +73,7 @@ def measure_peaks() -> None:
     trim_threshold, mmap_threshold = -1, -3  # malloc.h; a forked process ignores MALLOC_ variables
     assert all(ctypes.CDLL(None).mallopt(parameter, 65536) for parameter in (trim_threshold, mmap_threshold))
     for words in ("--model tiny-mixtral --dtype fp32", *SHAPES):
-        config = preflight.settle(parse_args([*words.split(), "--compile", "none"]), ALONE)
+        config = preflight.settle(parse_args([*words.split(), "--compile=none", "--tokenizer=bytes"]), ALONE)
         tokens = torch.randint(config.model_config.vocab_size, (config.micro_batch, config.seq_len))
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

@@ -12,11 +12,11 @@ import torch
 import transformers
 
 from base.errors import UserError, exit_status
-from config import parse_args
 from data import make_loader
 from hf.chat import find_pair
 from hf.tokenizer import load_tokenizer
 from hf.weights import export_model
+from inputs import settled_args
 from model import IGNORE, MODELS, Transformer
 from preferences import Objective, pair_loss, pair_sums
 from test_shard import fill
@@ -309,7 +309,7 @@ def test_pairs_that_say_nothing_or_do_not_fit_are_dropped_and_counted(tmp_path, 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [*FAST.split(), "--data", str(path), "--val_data", str(path)]
     with caplog.at_level("WARNING"):
-        (source,) = make_loader(parse_args(words)).sources
+        (source,) = make_loader(settled_args(words)).sources
     assert source.pair_count == 9 and "10 pairs, 1 dropped" in source.note
     for what in ("a pair of equal answers", "a pair with an empty answer"):
         assert f"{what} is dropped: 1 row" in caplog.text
@@ -319,7 +319,7 @@ def test_without_dpo_a_pair_trains_its_chosen_answer_and_the_log_says_so(tmp_pat
     path, words = tmp_path / "pairs.jsonl", ["--model", "tiny-llama", "--tokenizer", "bytes", "--seq_len", "64"]
     path.write_text('{"prompt": "Q?", "chosen": "yes", "rejected": "no"}\n' * 40)
     with caplog.at_level("WARNING"):
-        (source,) = make_loader(parse_args([*words, "--data", str(path)])).sources
+        (source,) = make_loader(settled_args([*words, "--data", str(path)])).sources
     assert source.is_chat and not source.pair_count
     assert "nothing reads the field rejected: 40 rows" in caplog.text
 
@@ -356,7 +356,7 @@ def test_swapped_answers_turn_the_first_gradient_around():
 )
 def test_flags_that_do_not_fit_are_refused(words, message):
     with pytest.raises(UserError, match=message):
-        parse_args(words.split())
+        settled_args(words.split())
 
 
 # ---- another trainer
@@ -375,7 +375,7 @@ def test_three_steps_are_those_of_trl(tmp_path, pairs_file, kind, beta):
     flags = [f"--dpo={kind}", f"--dpo_beta={beta}", "--weights", tmp_path / "base", "--val_data", few, "--steps=3"]
     flags += ["--seq_len=512", "--beta2=0.999", "--weight_decay=0", "--eval_every=0", "--micro_batch=0"]
     count = make_loader(
-        parse_args([*FAST.split(), "--data", str(few), *map(str, flags), "--batch_tokens=512"])
+        settled_args([*FAST.split(), "--data", str(few), *map(str, flags), "--batch_tokens=512"])
     ).epoch_rows
     ours = run_of(tmp_path / "run", few, *flags, f"--batch_tokens={512 * count}")
 

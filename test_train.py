@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from safetensors.torch import load_file
 import checkpoint
 from base import host
 from base.errors import exit_status
-from config import parse_args
 from data import make_loader
 from hf.weights import load_model
+from inputs import settled_args
 from test_shard import ROOT, run_code, run_ranks
 from train import main as train_main
 
@@ -243,7 +244,7 @@ def test_an_export_is_the_last_checkpoint_and_training_starts_from_it(tmp_path, 
     folder = old_run / "hf"
     flags = [*FAST, "--data", text, "--weights", str(folder), "--out", str(tmp_path / "run"), "--eval_every", "0"]
     assert f"Reading weights from {folder}" in train(*flags, "--steps", 1).stdout
-    config = parse_args(flags)
+    config = settled_args(flags)
     assert config.model == config.weights == config.tokenizer == str(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     batch, saved = next(iter(make_loader(config)))[0], checkpoint.step_folder(old_run, 1) / "rank-00000.safetensors"
@@ -269,12 +270,17 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
         assert said.count("error: ") == 1 and message in said and "Traceback" not in said
 
 
-def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
+def test_fp32_is_not_multiplied_as_tf32(tmp_path, text, monkeypatch):
     products = []
+
+    def end(dtype, _) -> None:
+        products.append(dtype)
+        sys.exit(2)
+
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with monkeypatch.context() as m:
-        m.setattr(host, "set_numerics", lambda dtype, _: products.append(dtype))
-        words = ["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]
+        m.setattr(host, "set_numerics", end)
+        words = ["--dtype", "fp32", "--data", text, "--out", str(tmp_path / "run")]
         assert exit_status(train_main, words) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)

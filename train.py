@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 from base import errors
 from config import Config, parse_args
-from dataset.prepare import refuse_missing
+from inputs import settle_inputs
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: the environment, and a user's mistakes
     errors.prepare_python()
     errors.end_with_torchrun()
-    errors.check_words(lambda words: refuse_missing(parse_args(words, trains=True)))
+    errors.check_words(lambda words: settle_inputs(parse_args(words, trains=True)))
 
 import torch  # isort: skip
 from torch import Tensor

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from base.ranks import Ranks
-from config import SHARD, parse_args
+from config import SHARD
 from data import open_data
 from dataset.prepare import HEADER, INDEX
+from inputs import settled_args
 
 SHARDS = 100, 10_000, 100_000
 TOKENS = 150_000_000  # of a shard: 100,000 of them hold 15 T tokens
@@ -37,7 +38,7 @@ def open_shards(folder: str, rank: int) -> dict:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     begin = time.perf_counter()
     ranks = Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD)
-    loader, _ = open_data(parse_args([*SETTINGS.split(), f"{folder}/data"]), ranks)
+    loader, _ = open_data(settled_args([*SETTINGS.split(), f"{folder}/data"]), ranks)
     next(iter(loader))
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {"seconds": time.perf_counter() - begin, "gib": gib}

@@ -16,7 +16,6 @@ Every format can be read from every address of dataset/files.py. Other scripts i
 imports numpy only in functions, and torch never."""
 
 import functools
-import glob
 import hashlib
 import importlib.machinery
 import importlib.metadata
@@ -46,8 +45,7 @@ from base.disk import (
     write_whole,
 )
 from base.errors import Parser, UserError, naming, printable, within
-from base.hub import local_path
-from config import SHARD, is_shards, split_weight, text_fields
+from config import SHARD, is_shards, text_fields
 from dataset.files import (
     DOCUMENT,
     FORMATS,
@@ -104,23 +102,6 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
         kinds = ", ".join(sorted({*unknown}))
         warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
     return shards or texts
-
-
-def refuse_missing(config):
-    """Refuses paths that do not exist, before torch is imported, with the messages of those who open them -> config.
-    Not under torchrun, where a run reports its errors itself and machines may lack files, nor for a run that continues,
-    which may need none."""
-    if "RANK" in os.environ or Path(config.out, "checkpoints").exists():
-        return config
-    named = [(entry, "--data") for entry in config.data] + [(entry, "--val_data") for entry in config.val_data]
-    for entry, flag in named:
-        path = split_weight(entry)[0]
-        local = os.path.expanduser(path)
-        if "://" not in path and not os.path.exists(local) and not glob.glob(local):
-            find_files(path, flag)
-    if config.tokenizer != "bytes":
-        local_path(config.tokenizer, "--tokenizer")
-    return config
 
 
 def fetch_all(files: list[TextFile], cache: Path) -> list[TextFile]:

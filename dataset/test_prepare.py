@@ -19,11 +19,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 import data
 from base.errors import Failure, UserError
 from base.ranks import ALONE
-from config import parse_args, text_fields
+from config import text_fields
 from data import open_data
 from dataset import prepare
 from dataset.prepare import Encoder, TextFile, TextRow, find_files, find_shard, verify
 from hf.test_tokenizer import _json, _write
+from inputs import settled_args
 from test_download import serve as download_server
 
 pytestmark = pytest.mark.usefixtures("text_cache", "empty_memory")
@@ -132,7 +133,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
             assert remote.size == local.size and remote.version and remote.store
         found = []
         for base in (folder, address):
-            config = parse_args(f"--seq_len 64 --vocab_size 300 --data {base}/shards/*.bin".split())
+            config = settled_args(f"--seq_len 64 --vocab_size 300 --data {base}/shards/*.bin".split())
             sources = [source for loader in open_alone(config) for source in loader.sources]
             found.append([(type(s), s.read(0, s.tokens).tolist(), s.delimiter) for s in sources])
         assert found[0] == found[1] and len(found[0]) == 2
@@ -166,16 +167,16 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     words = ["--seq_len", "16", "--data", str(tmp_path / "a.jsonl"), "--cache", str(tmp_path / "mine")]
     for count in (1, 2):
         for _ in range(2):
-            open_alone(parse_args(words))
+            open_alone(settled_args(words))
             assert encode_rows.call_count == count == len([*(tmp_path / "mine").iterdir()])
         monkeypatch.setattr(prepare, "FORMAT", 0)
     with monkeypatch.context() as patch:
         patch.setattr("filelock.FileLock", mock.Mock(side_effect=PermissionError))
-        open_alone(parse_args(words))  # from a cache that others have filled and that is read-only
+        open_alone(settled_args(words))  # from a cache that others have filled and that is read-only
     before = (tmp_path / "a.jsonl").stat()
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS[::-1]))  # of the same size
     os.utime(tmp_path / "a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns + 10**6))
-    source = open_alone(parse_args(words))[0].sources[0]
+    source = open_alone(settled_args(words))[0].sources[0]
     assert source.read(0, source.tokens).tolist() == naive(ROWS[::-1])["train"]
 
 
@@ -199,7 +200,7 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=4000)
     if at > 1:
-        assert "not prepared to its end" in refused(open_alone, parse_args(["--data", str(tmp_path / "out")]))
+        assert "not prepared to its end" in refused(open_alone, settled_args(["--data", str(tmp_path / "out")]))
     seen[:] = range(at)  # from now on there is no interruption
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole
     verify(tmp_path / "out")
@@ -287,7 +288,7 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     for words in (f"{path} --skip_bad 3", f"{path} --skip_bad 3", f"{tmp_path}/out"):
         caplog.clear()
         prepare.warn_once.cache_clear()  # as in another process
-        open_alone(parse_args(f"--seq_len 8 --data {words}".split()))
+        open_alone(settled_args(f"--seq_len 8 --data {words}".split()))
         assert f"{path}: bad rows left out, not JSON in UTF-8: 1 row, first in line 4: " in caplog.text
         assert f"{path}: bad rows left out, no text in field 'text' : 2 rows, first in line 8: " in caplog.text
 
@@ -307,7 +308,7 @@ def test_what_was_stored_instead_of_a_file_is_named(tmp_path, suffix, content, m
         (tmp_path / name).write_bytes(stored)
         MemoryFileSystem().pipe(f"/stored/{name}", stored)
         for base in (tmp_path, "memory://stored") if suffix != prepare.SHARD or name[0] == "a" else ():
-            arguments = parse_args(f"--seq_len 8 --eval_every 0 --data {base}/{name}".split())
+            arguments = settled_args(f"--seq_len 8 --eval_every 0 --data {base}/{name}".split())
             assert re.search(f"{name}: a.*{message}", refused(open_alone, arguments)), (base, name)
     if suffix == prepare.SHARD:
         entry = {"tokens": 50, "sha256": ""}
@@ -338,9 +339,9 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache, monkeypatc
     (tmp_path / "b/index.json").write_text(json.dumps(index | {"fingerprint": "0123", "tokenizer": "other"}))
     _write(tmp_path / "llama3", tokenizer__json=_json("llama3"))
     monkeypatch.chdir(tmp_path)
-    open_alone(parse_args(["--seq_len", "16", "--data", "a", "a.jsonl"]))
+    open_alone(settled_args(["--seq_len", "16", "--data", "a", "a.jsonl"]))
     for words in ("a b", "b --val_data a", "b:1 a.jsonl:2", "b --tokenizer llama3 --vocab_size 4096"):
-        message = refused(open_alone, parse_args(f"--seq_len 16 --data {words}".split()))
+        message = refused(open_alone, settled_args(f"--seq_len 16 --data {words}".split()))
         assert "tokenised by several tokenizers: " in message and "b with --tokenizer other" in message
 
 
@@ -380,7 +381,7 @@ def test_unknown_kinds_beside_data_are_no_data(tmp_path, caplog):
 ])  # fmt: skip
 def test_a_text_field_that_was_named_counts_first(field, name, kind):
     words = ["--text_field", field] if field else []
-    tokens, found, _ = Encoder.of(parse_args(words))(TextRow({name: "x", "prompt": "Why?", "completion": "So."}))
+    tokens, found, _ = Encoder.of(settled_args(words))(TextRow({name: "x", "prompt": "Why?", "completion": "So."}))
     assert found == kind and (tokens == [256, *b"x"]) == (kind == "text")
 
 
@@ -394,18 +395,18 @@ def test_each_entry_has_its_text_field(tmp_path, stream):
     words += " a.jsonl=body {0}/v.jsonl=text --seq_len 40 --micro_batch 30 --stream {1}" + " --lanes 3" * (
         stream == "on"
     )
-    loader = data.make_loader(parse_args(words.format(tmp_path, stream).split()))
+    loader = data.make_loader(settled_args(words.format(tmp_path, stream).split()))
     seen = bytes(t for t in next(iter(loader))[0].tokens.flatten().tolist() if t < 256)
     assert all(field in seen for field in (b"only body", b"only content", b"only note")) and b"only text" not in seen
     for wrong in ("b.jsonl=body", "a.jsonl=", "x y", "a.jsonl=x a.jsonl=y"):
         words = f"--data {tmp_path}/a.jsonl --text_field {wrong}"
-        assert "--text_field" in refused(parse_args, words.split())
+        assert "--text_field" in refused(settled_args, words.split())
 
 
 def test_the_key_of_a_cache_has_the_field_that_is_used(tmp_path):
     keys, entries = [], [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     for field in ("body", "a.jsonl=body b.jsonl=body", "a.jsonl=body", "a.jsonl=body id", "a.jsonl=id b.jsonl=body"):
-        config = parse_args(["--data", *entries, "--text_field", *field.split()])
+        config = settled_args(["--data", *entries, "--text_field", *field.split()])
         fields = text_fields(config)
         files = [TextFile(entry, 5, "version", None, fields.get(entry, "")) for entry in entries]
         keys.append(prepare.key_of(files, Encoder.of(config)))
@@ -430,6 +431,6 @@ def test_the_first_touch_of_an_address_is_repeated(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(MemoryFileSystem, method, cut)
                 words = f"--seq_len 64 --lanes 1 --eval_every 0 --micro_batch 1 --data memory://cut/{name}.jsonl"
-                config = parse_args([*words.split(), "--cache", str(tmp_path / method)])
+                config = settled_args([*words.split(), "--cache", str(tmp_path / method)])
                 next(iter(data.make_loader(config)))
             assert not failures or (name, method) == ("a", "get_file")

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +19,7 @@ import preflight
 import train
 from base.errors import Failure
 from base.ranks import Ranks
-from config import choose_lanes, parse_args
+from config import choose_lanes
 from data import Batch, make_loader, open_data
 from dataset import prepare as text_module
 from dataset import rows
@@ -29,6 +29,7 @@ from dataset.test_prepare import refused
 from hf.chat import chat_template, render_chat
 from hf.test_tokenizer import _json, _write
 from hf.tokenizer import load_tokenizer
+from inputs import settled_args
 from test_download import COMMITS, TOKEN, serve
 
 T = 16
@@ -56,7 +57,7 @@ def write(folder, files=5, count=40):
 
 def config(data, **flags):
     flags = {"seq_len": T, "micro_batch": 12, "batch_tokens": 12 * T, "lanes": 4, "stream": "on"} | flags
-    return parse_args([f"--{k}={v}" for k, v in ({"eval_every": 0} | flags).items()] + ["--data", *str(data).split()])
+    return settled_args([f"--{k}={v}" for k, v in ({"eval_every": 0} | flags).items()] + ["--data", *str(data).split()])
 
 
 def naive_lane(lane, lanes, files, count, epochs):
@@ -123,7 +124,7 @@ def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path, lanes, splits
 def test_lanes_are_chosen_for_the_ranks():
     """One rank reads each. The oracle deals rows to ranks."""
     for ranks, micro_batch in ((1, 8), (1, 12), (3, 5), (16, 8), (100, 2), (1024, 4)):
-        lanes = choose_lanes(parse_args(["--micro_batch", str(micro_batch)]), ranks)
+        lanes = choose_lanes(settled_args(["--micro_batch", str(micro_batch)]), ranks)
         numbers = np.arange(np.lcm(lanes, ranks * micro_batch))
         assert len(np.unique(numbers % lanes * ranks + numbers // micro_batch % ranks)) == lanes >= 64
 
@@ -134,7 +135,7 @@ def test_a_resume_keeps_what_depends_on_the_ranks(tmp_path):
     assert checkpoint.keep_defaults(c) == c and preflight.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
     folder.mkdir(parents=True)
     then = replace(c, batch_tokens=96, lanes=7)
-    (folder / "manifest.json").write_text(json.dumps({"config": asdict(then)}))
+    (folder / "manifest.json").write_text(json.dumps({"config": then.flags()}))
     kept = checkpoint.keep_defaults(c)
     saved = SimpleNamespace(config=then, model_config=c.model_config)
     assert (kept.lanes, kept.batch_tokens) == (7, 96) and checkpoint.changes(saved, kept) == {}
@@ -288,7 +289,7 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
 
 def chat_config(*data, **flags):
     flags = {"vocab_size": 4096, "seq_len": 64, "micro_batch": 4} | flags
-    return parse_args([f"--{k}={v}" for k, v in flags.items()] + ["--data", *map(str, data)])
+    return settled_args([f"--{k}={v}" for k, v in flags.items()] + ["--data", *map(str, data)])
 
 
 def conversations() -> list[list[dict]]:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import shard
 from base.errors import UserError
-from config import parse_args
 from hf import lora
 from hf.weights import export_adapter, export_model, load_model, open_adapter, open_trained, open_weights
+from inputs import settle_model, settled_args
 from model import MODELS, Transformer, random_init
 from optim import trainable_parameters
 from test_model import error
@@ -44,7 +44,7 @@ def bases(tmp_path_factory):
 
 
 def configure(base, targets: str, *flags: str):
-    return parse_args(["--weights", str(base), "--lora", "3", "--lora_targets", targets, "--dtype", "fp32", *flags])
+    return settled_args(["--weights", str(base), "--lora", "3", "--lora_targets", targets, "--dtype", "fp32", *flags])
 
 
 def make(config, adapters=None) -> Transformer:
@@ -116,13 +116,13 @@ def test_adapters_of_peft_are_trained_on(bases, tmp_path, rslora):
     model = peft.get_peft_model(model, kind)
     model.save_pretrained(tmp_path)
     flags = ["--weights", str(bases["tiny-llama"]), "--lora_weights", str(tmp_path), "--dtype", "fp32"]
-    config = parse_args(flags)
+    config = settled_args(flags)
     assert (config.lora, config.lora_targets) == (3, ("down", "k"))
     logits = make(config, open_adapter(tmp_path, config)).logits(TOKENS)
     assert error(logits, model(TOKENS).logits) < 1e-5
     same = ["--lora=3", f"--lora_alpha={config.lora_alpha}", "--lora_targets=k,down"]
-    open_adapter(tmp_path, parse_args([*flags, *same]))
-    assert parse_args([*flags, "--lora=3"]).lora_alpha == config.lora_alpha
+    open_adapter(tmp_path, settled_args([*flags, *same]))
+    assert settled_args([*flags, "--lora=3"]).lora_alpha == config.lora_alpha
     export_adapter(config, open_adapter(tmp_path, config), tmp_path / "ours")
     _, again = peft_model(bases["tiny-llama"], tmp_path / "ours")
     assert error(again(TOKENS).logits, logits) < 1e-5
@@ -183,13 +183,14 @@ def test_another_base_is_refused(run):
     ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o$"),
     ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection$"),
     ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
+    ("--weights x --lora_weights x --lora 0", "--lora_weights has no effect with --lora 0"),
     ("--quantize nf4", "--quantize has no effect without --lora"),
     ("--lora 4 --quantize nf4", "tiny-llama has .* rows not divisible by 64"),
     ("--lora 4 --quantize nf4 --model tiny-mixtral --lora_targets q", "tiny-mixtral has stacked experts"),
 ])  # fmt: skip
 def test_flags_that_ask_for_no_adapter_or_no_base_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
-        parse_args(flags.split())
+        settled_args(flags.split())
 
 
 def test_adapters_of_another_kind_are_refused(bases, tmp_path):
@@ -213,7 +214,7 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path):
         ({"n_layers": 3}, "does not fit the model"),
     ):
         with pytest.raises(UserError, match=message):
-            open_adapter(tmp_path, replace(config, model="tiny-llama", **flags))
+            open_adapter(tmp_path, settle_model(replace(config, model="tiny-llama", model_config=None, **flags)))
     open_adapter(tmp_path, config)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file({name: t for name, t in tensors.items() if "layers.0" in name}, tmp_path / "adapter_model.safetensors")

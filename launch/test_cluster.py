@@ -256,6 +256,15 @@ def test_a_host_that_is_silent_at_the_first_start_is_a_failure(supervisor, monke
     assert supervisor.attempt().state == state
 
 
+def test_a_machine_without_the_files_of_a_run_can_start_it(monkeypatch):
+    files = {"--weights": "no/w", "--lora_weights": "no/a", "--tokenizer": "no/t", "--data": "no/d.bin"}
+    words = [word for pair in files.items() for word in pair]
+    monkeypatch.setattr(cluster, "read_job", lambda words: ([], {"words": words}))
+    monkeypatch.setattr(cluster, "survey", lambda hosts, job: sys.exit("asks the hosts"))
+    with pytest.raises(SystemExit, match="asks the hosts"):
+        cluster.verb_train(words)
+
+
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
     hosts = [asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"]
     files = [tmp_path / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]

@@ -1,0 +1,115 @@
+"""What the flags of a run name on this disk: the model, its tokenizer, an adapter, and the data. It imports torch only
+for adapters, so that a user's mistake is told at once. preflight.py and data.py call it."""
+
+import glob
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from base.errors import UserError, naming, nearest
+from base.hub import local_path
+from config import Config, check_model, is_shards, parse_args, split_weight
+from dataset.prepare import find_files
+from hf.families import read_config
+from hf.tokenizer import holds_tokenizer
+from shapes import MODELS, ModelConfig
+
+BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
+ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")  # the default of --lora_targets
+
+
+def settled_args(argv: list[str]) -> Config:
+    """What parse_args gives, with the model settled: for commands that do not train."""
+    return settle_model(parse_args(argv))
+
+
+def settle_model(config: Config) -> Config:
+    """Gives the model's shape, --tokenizer and the flags of adapters their values where they are empty, and looks for
+    no folder otherwise. The tokenizer is the one next to --weights or --model. Refuses values that do not fit the
+    model."""
+    shape, tokenizer = config.model_config, config.tokenizer
+    if shape is None:
+        shape = config.with_sizes(MODELS.get(config.model) or _read_shape(config))
+    if not tokenizer:
+        folders = {config.weights: local_path(config.weights, "--weights")} if config.weights else {}
+        if config.model not in {*MODELS, *folders}:
+            folders[config.model] = _model_folder(config)
+        tokenizer = next((spec for spec, folder in folders.items() if holds_tokenizer(folder)), "bytes")
+    config = _settle_adapters(replace(config, model_config=shape, tokenizer=tokenizer))
+    check_model(config)
+    return config
+
+
+def _model_folder(config: Config) -> Path:
+    """The folder of a --model that is not in MODELS."""
+    model = config.model
+    if model == config.weights:
+        return local_path(model, "--weights")
+    near = nearest(Path(model).name.lower(), MODELS)
+    meant = f"did you mean {near}? " if near else ""
+    with naming(f"--model {model}: unknown; {meant}--help lists all. As a folder"):
+        return local_path(model, "--model")
+
+
+def _read_shape(config: Config) -> ModelConfig:
+    folder, flag = _model_folder(config), "--weights" if config.model == config.weights else "--model"
+    with naming(f"{flag} {config.model}"):
+        return read_config(folder)
+
+
+def _settle_adapters(config: Config) -> Config:
+    """A flag that is given counts more than --lora_weights'."""
+    theirs = {}
+    if config.lora_weights and not (config.lora and config.lora_alpha and config.lora_targets):
+        from hf.weights import adapter_flags
+
+        theirs = adapter_flags(local_path(config.lora_weights, "--lora_weights"))
+    rank = config.lora or theirs.get("lora", 0)
+    alpha = config.lora_alpha or theirs.get("lora_alpha", 2.0 * rank)
+    targets = config.lora_targets or theirs.get("lora_targets", ADAPTED)
+    if rank:
+        from hf import lora
+
+        targets = tuple(lora.sizes(config.model_config)) if targets == ("all",) else targets
+        lora.check_flags(replace(config, lora_targets=targets))
+    return replace(config, lora=rank, lora_alpha=alpha, lora_targets=targets)
+
+
+def settle_inputs(config: Config) -> Config:
+    """Settles the model of a run that trains, and refuses what its start cannot find on this disk, or what was likely
+    forgotten."""
+    chose_bytes = config.tokenizer == "bytes"
+    config = settle_model(config)
+    if not chose_bytes:
+        _refuse_forgotten(config)
+    # Under torchrun a run reports its errors itself and machines may lack files; a run that continues may need none.
+    if "RANK" not in os.environ and not Path(config.out, "checkpoints").exists():
+        _refuse_missing(config)
+    return config
+
+
+def _refuse_forgotten(c: Config) -> None:
+    """Refuses samples of unknown tokens, the built-in text for a real model, and bytes in a vocabulary of words. A user
+    who means the last two names --tokenizer bytes."""
+    size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
+    shards = [*map(is_shards, c.data + c.val_data)]
+    unread = as_bytes and not all(shards) or not c.data and (as_bytes or not c.model.startswith("tiny-"))
+    if size > BYTES_UP_TO and unread:
+        raise UserError(
+            f"--model {c.model} has a vocabulary of {size}: name --data and, for text, the model's --tokenizer;"
+            " `--tokenizer bytes` trains on bytes, or on the built-in text"
+        )
+    if c.sample_every and as_bytes and any(shards):
+        raise UserError("--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0")
+
+
+def _refuse_missing(config: Config) -> None:
+    """Refuses folders and data that do not exist, with the messages of those who open them."""
+    for flag in ("weights", "lora_weights", "tokenizer"):
+        if (spec := getattr(config, flag)) not in ("", "bytes"):
+            local_path(spec, f"--{flag}")
+    for flag in ("data", "val_data"):
+        for path, _ in map(split_weight, getattr(config, flag)):
+            local = os.path.expanduser(path)
+            if "://" not in path and not os.path.exists(local) and not glob.glob(local):
+                find_files(path, f"--{flag}")
