@@ -181,24 +181,24 @@ class Saver:
         """Whether this rank knows that the save in progress has failed."""
         return self.writing is not None and self.writing.done() and self.writing.exception() is not None
 
-    def save(self, step: int, row: Tensor) -> float:
+    def save(self, step: int, row: Tensor, facts: dict | None = None) -> float:
         """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
-        training waited. row [T]: tokens for the probe. Raises an error of this save or the previous save on all
-        ranks. All ranks must call."""
+        training waited. row [T]: tokens for the probe. facts: more for the manifest. Raises an error of this save or
+        the previous save on all ranks. All ranks must call."""
         begin = time.perf_counter()
         with self.run.phase("saves"):
             self.wait()
-            self._start(step, row)
+            self._start(step, row, facts or {})
         return 1e3 * (time.perf_counter() - begin)
 
-    def _start(self, step: int, row: Tensor) -> None:
+    def _start(self, step: int, row: Tensor, facts: dict) -> None:
         positions = gather(on_every_rank(self.data.state_dict, self.ranks), self.ranks)
         compare_replicas(self.model, self.ranks, self.run.mesh, step)
         tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
         loss = probe_loss(self.model, tokens, self.ranks.device)
         if not math.isfinite(loss):
             raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
-        manifest = {
+        manifest = facts | {
             "format": FORMAT,
             "step": step,
             "position": merge_positions(positions),

@@ -125,6 +125,9 @@ class Config:
     beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
     beta2: float = _tunable(0.95, "AdamW's second beta", below=1)
     clip: float = _tunable(1.0, "largest global gradient norm; 0 = no clipping")
+    skip_spikes: float = _tunable(
+        0.0, "skip updates whose loss or gradient norm is so many standard deviations above the last; 0 = none"
+    )
     dpo: str = _flag(
         "none",
         "train on pairs of a chosen and a rejected answer, by this loss; see preferences.py",

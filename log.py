@@ -190,19 +190,20 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
         }
 
-    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val: dict[str, float]) -> None:
-        """Records a step. Reading the loss is the only wait for the device. All ranks must call."""
+    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, more: dict[str, float]) -> None:
+        """Records a step. more: means of an evaluation, and counts. Reading the loss is the only wait for the device.
+        All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
         tokens = step * self.config.batch_tokens
         record = {"step": step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= self._speed(step)
         record |= self._gather(record["data_ms"])
-        record |= val
-        if val and self.val_bytes:
-            record["val_bpb"] = val["val_loss"] * self.val_tokens / math.log(2) / self.val_bytes
+        record |= more
+        if self.val_bytes and "val_loss" in more:
+            record["val_bpb"] = more["val_loss"] * self.val_tokens / math.log(2) / self.val_bytes
         self.add(**record)
-        more = [text.format_map(record) for name, text in MORE.items() if name in record]
-        logger.info(LINE.format_map(record) + "".join(more))
+        parts = [text.format_map(record) for name, text in MORE.items() if name in record]
+        logger.info(LINE.format_map(record) + "".join(parts))
         if self.predicted and step == self.config.steps:
             measured = {name: record[name] for name in self.predicted}
             plan = {"step": step, "predicted": self.predicted, "measured": measured}

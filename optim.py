@@ -39,16 +39,18 @@ from base.tensors import is_sharded, local, local_start
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: eager temporaries fit in a cache; compiled indices in 32 bits
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
+SPIKE_WINDOW, SPIKE_START = 128, 64  # accepted steps that --skip_spikes looks back, and those before it acts
 STOCHASTIC = ("exp_avg_sq",)  # state that is rounded stochastically; other state changes fast enough for bf16
 logger = logging.getLogger("flatland")
 
 
 class Gradients:
     """This rank's shards of the gradients of a step: sums over the trained tokens of all ranks. Also counts the steps
-    whose update is skipped, because their loss or norm is not finite. The host waits only for the step before, unless
-    the gradients are offloaded to it."""
+    whose update is skipped, because their loss or norm is not finite or a spike. The host waits only for the step
+    before, unless the gradients are offloaded to it."""
 
-    def __init__(self, model: nn.Module, config, ranks: Ranks, mesh: DeviceMesh | None):
+    def __init__(self, model: nn.Module, config, ranks: Ranks, mesh: DeviceMesh | None, spikes: tuple = ()):
+        """spikes: from a checkpoint, of --skip_spikes."""
         self.parameters = [*trainable_parameters(model).values()]
         self.config, self.ranks = config, ranks
         self.group = None
@@ -56,8 +58,13 @@ class Gradients:
             self.group = ranks.control if config.offload == "cpu" else dist.group.WORLD
         self.replicas = 1 if mesh is None else mesh["replicate"].size()  # copies of each parameter among the ranks
         self.device = local(self.parameters[0]).device  # the host, if they are offloaded
-        self.local_loss = self.skip = torch.zeros((), device=self.device)  # of the last step; skip: 1.0 = no update
-        self.pending, self.skipped_in_row = [], 0  # steps whose skip is on its way to the host; the host's count
+        # Of the last step. skip: 1.0 = no update; spike: 1.0 = because it is a spike.
+        self.local_loss = self.skip = self.spike = torch.zeros((), device=self.device)
+        # Steps whose skip is on its way to the host; its counts: not finite in a row, and all since the last record.
+        self.pending, self.skipped_in_row, self.skipped = [], 0, 0
+        # Losses and norms of accepted steps, the newest last; NaN before the first. fp64: equal values deviate by 0.
+        missing = [[math.nan, math.nan]] * (SPIKE_WINDOW - len(spikes))
+        self.accepted = torch.tensor([*missing, *spikes], dtype=torch.float64, device=self.device)  # [window, 2]
 
     def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """local_loss: this rank's loss, summed over its local_tokens trained tokens -> (loss, trained tokens, squared
@@ -77,6 +84,23 @@ class Gradients:
             dist.all_reduce(sums, group=self.group)
         return sums.unbind()
 
+    def skip_spike(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Also skips a step whose loss or norm is more than --skip_spikes standard deviations above the mean of the
+        last accepted steps, as SkipStepOptimizer of OLMo-core does. A skipped step does not enter the mean. All of it
+        stays on the device and follows from sums over the ranks, so all ranks decide the same."""
+        values = torch.stack((loss, grad_norm)).double()
+        count = self.accepted[:, 0].isfinite().sum()
+        mean = self.accepted.nanmean(0)
+        deviation = ((self.accepted - mean).square().nansum(0) / (count - 1)).sqrt()
+        is_above = (values > mean + self.config.skip_spikes * deviation).any()
+        self.spike = (is_above & (count >= SPIKE_START)).float() * (1.0 - self.skip)
+        self.skip = self.skip + self.spike
+        self.accepted = torch.where(self.skip > 0, self.accepted, torch.cat((self.accepted[1:], values[None])))
+
+    def accepted_values(self) -> list[list[float]]:
+        """[loss, norm] of the accepted steps, for a checkpoint; waits for the device."""
+        return self.accepted[self.accepted[:, 0].isfinite()].tolist()
+
     def check(self, step: int, wait: bool = False) -> None:
         """Waits for the step before and reads whether its update was skipped; with `wait`, also for this step. Raises
         Failure after a skipped update; with --on_nonfinite skip, warns, and raises it after SKIPS in a row. Call it
@@ -91,30 +115,40 @@ class Gradients:
         would then have nothing to do until the host has started step 3. One step late, the GPU still has a step to
         compute while the host waits. This is safe, because the device itself skips the update of a bad step: no
         later step sees its gradients. The vote to stop (job/job.py) is read one step late for the same reason."""
-        flags = torch.stack((self.skip, self.local_loss)).to("cpu", non_blocking=True)  # into pinned memory
+        flags = torch.stack((self.skip, self.spike, self.local_loss)).to("cpu", non_blocking=True)  # into pinned memory
         copied = torch.get_device_module(self.device).Event()
         copied.record()
         self.pending.append((step, flags, copied))
         while len(self.pending) > (0 if wait else 1):
             step_read, flags, copied = self.pending.pop(0)
             copied.synchronize()
-            skipped, local_loss = flags.tolist()
-            self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+            skipped, spike, local_loss = flags.tolist()
+            self.skipped += bool(skipped)
+            if not spike:
+                self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
             if skipped:
-                self._warn_or_stop(step_read, local_loss)
+                self._warn_or_stop(step_read, local_loss, spike)
 
-    def _warn_or_stop(self, step: int, local_loss: float) -> None:
+    def count_skipped(self) -> dict[str, int]:
+        """The updates skipped since the last call, for the record; nothing without --skip_spikes."""
+        skipped, self.skipped = self.skipped, 0
+        return {"skipped": skipped} if self.config.skip_spikes else {}
+
+    def _warn_or_stop(self, step: int, local_loss: float, spike: float) -> None:
         losses = gather((self.ranks.name, local_loss), self.ranks)
         bad = [row for row in losses if not math.isfinite(row[1])]
         what = f"{'the loss' if bad else 'the gradient norm'} is not finite"
         if not any(loss for _, loss in losses):
             what = "no token of any rank is trained on"
+        row = f"; updates skipped in a row: {self.skipped_in_row}"
+        if spike:
+            what, row = f"the loss or the gradient norm is a spike for --skip_spikes {self.config.skip_spikes:g}", ""
         listed = ", ".join(f"{loss} on {rank}" for rank, loss in (bad or losses)[:8])
         message = (
-            f"Step {step}: {what} (summed loss: {listed}); updates skipped in a row: {self.skipped_in_row}."
+            f"Step {step}: {what} (summed loss: {listed}){row}."
             f" `python data.py show --run {self.config.out} --step {step}` prints its rows"
         )
-        if self.config.on_nonfinite == "stop" or self.skipped_in_row == SKIPS:
+        if not spike and (self.config.on_nonfinite == "stop" or self.skipped_in_row == SKIPS):
             raise Failure(f"{message}. A smaller --lr (--resume_override lr) or --on_nonfinite skip may help")
         logger.warning(message)
 

@@ -173,6 +173,19 @@ def break_losses(monkeypatch, steps, value: float = float("inf")) -> None:
     monkeypatch.setattr(Transformer, "forward", broken)
 
 
+def leave_out(monkeypatch, steps: set[int]) -> None:
+    """The optimizer of the process does not update in those steps."""
+    step, count = AdamW.step, itertools.count(1)
+
+    def step_others(self, *args, **how) -> None:
+        if next(count) not in steps:
+            return step(self, *args, **how)
+        for p in self.parameters:
+            p.grad = None
+
+    monkeypatch.setattr(AdamW, "step", step_others)
+
+
 def full(*_) -> None:
     """A write, when the disk is full."""
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -198,15 +211,8 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
 def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_path, run_here, monkeypatch):
     flags = ["--on_nonfinite", "skip", "--steps", 20, "--eval_every", 10, "--eval_batches", 1]
     with monkeypatch.context() as m:  # the oracle: those updates left out of an optimizer that knows of no guard
-        left_out, step, count = {3, 4, 10, 20}, AdamW.step, itertools.count(1)
-
-        def step_others(self, *args, **how) -> None:
-            if next(count) not in left_out:
-                return step(self, *args, **how)
-            for p in self.parameters:
-                p.grad = None
-
-        m.setattr(AdamW, "step", step_others)
+        left_out = {3, 4, 10, 20}
+        leave_out(m, left_out)
         run_here(tmp_path / "whole", *flags)
     with monkeypatch.context() as m:
         break_losses(m, left_out, float("nan"))
@@ -222,6 +228,29 @@ def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_
     found = checkpoint.Checkpoint(checkpoint.step_folder(tmp_path / "many", 15))
     assert found.read("step.norm.weight", ()) == 3
     assert found.manifest["position"]["samples"] == 30
+
+
+def test_spikes_are_skipped_as_if_left_out_and_a_resume_finds_the_same(tmp_path, run_here, monkeypatch):
+    """Eleven in a row do not count towards the limit of skips that are not finite."""
+    spikes = {70, *range(80, 91), 96}
+    flags = ["--log_every", 5, "--save_every", 75, "--keep", 9]
+    with monkeypatch.context() as m:
+        leave_out(m, spikes)
+        run_here(tmp_path / "whole", *flags, "--steps", 100)
+    skips = [*flags, "--skip_spikes", 20]
+    for run, steps in (("once", 100), ("twice", 83), ("twice", 100)):
+        with monkeypatch.context() as m:
+            done = 83 * (tmp_path / "twice").exists() * (run == "twice")
+            break_losses(m, {step - done for step in spikes}, 1e4)
+            output = run_here(tmp_path / run, *skips, "--steps", steps)
+    assert output.count("is a spike for --skip_spikes 20 (summed loss: ") == 8
+    counts = {r["step"]: r["skipped"] for r in metrics(tmp_path / "once") if "skipped" in r}
+    assert counts == {step: {70: 1, 80: 1, 85: 5, 90: 5, 100: 1}.get(step, 0) for step in (1, *range(5, 101, 5))}
+    assert weights_of(tmp_path / "once", 100) == weights_of(tmp_path / "whole", 100)
+    assert weights_of(tmp_path / "twice", 100) == weights_of(tmp_path / "once", 100)
+    states = [checkpoint.Checkpoint(checkpoint.step_folder(tmp_path / run, 100)).manifest["spikes"]
+              for run in ("once", "twice")]  # fmt: skip
+    assert states[0] == states[1] and [len(states[0]), len(states[0][0])] == [100 - len(spikes), 2]
 
 
 @pytest.mark.parametrize("flag, owner, work", [

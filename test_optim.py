@@ -1,6 +1,8 @@
 """The schedules against closed forms, the update against AdamW written out in fp64."""
 
+import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -349,6 +351,32 @@ def skip_third_update() -> None:
 def test_all_ranks_skip_the_same_update_and_stop_after_the_same_step():
     """A gradient is infinite on one rank. The next update may be applied; then all ranks raise."""
     assert run_ranks(2, skip_third_update).count("raised") == 2
+
+
+def test_spikes_are_those_of_a_plain_list():
+    """The oracle keeps Python lists. The later steps are judged by an object with the state of the earlier."""
+    torch.manual_seed(0)
+    values = torch.randn(600, 2) * torch.tensor([0.1, 0.5]) + torch.tensor([3.0, 1.0])
+    values[[20, 63, 70, 200, 201, 330], 0] += 2.0  # the first two come too early to be found
+    values[[90, 330, 420], 1] += 9.0
+    values[[64, 110, 320], 1], values[[65, 300], 0] = math.inf, math.nan
+    values[500:] = values[499]  # without deviation, nothing is above the mean
+    make = partial(Gradients, nn.Linear(2, 2), parse_args(["--skip_spikes", "3"]), ALONE, None)
+    gradients, accepted, expected, found = make(), [], [], []
+    for i, row in enumerate(values):
+        if i == 300:
+            gradients = make(json.loads(json.dumps(gradients.accepted_values())))
+        gradients.skip = (~row.isfinite().all()).float()
+        gradients.skip_spike(*row)
+        found.append(gradients.spike.item())
+        recent = torch.tensor(accepted[-128:], dtype=torch.float64)
+        above = len(accepted) >= 64 and (row > recent.mean(0) + 3 * recent.std(0)).any().item()
+        expected.append(above and row.isfinite().all().item())
+        if row.isfinite().all() and not expected[-1]:
+            accepted.append(row.tolist())
+    assert found == expected
+    assert {70, 90, 200, 201, 330, 420} <= {i for i, is_spike in enumerate(found) if is_spike}
+    assert not any(found[:66]) and not any(found[500:])
 
 
 def test_a_step_without_a_trained_token_is_named():

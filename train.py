@@ -85,7 +85,8 @@ def train(run: Run) -> None:
     logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
     objective = preferences.prepare(model, weight_scales, data, val_data, run, resume_from)
-    gradients = Gradients(model, config, ranks, mesh)
+    spikes = resume_from.manifest.get("spikes", ()) if resume_from else ()
+    gradients = Gradients(model, config, ranks, mesh, spikes)
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
@@ -105,10 +106,10 @@ def train(run: Run) -> None:
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val = evaluate(model, val_data, run, objective) if todo.evaluate and val_data else {}
             if todo.record:
-                log.step(step, loss, grad_norm, lr, val)
+                log.step(step, loss, grad_norm, lr, val | gradients.count_skipped())
             if todo.save:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
-                log.add(step, save_ms=saver.save(step, probe))
+                log.add(step, save_ms=saver.save(step, probe, {"spikes": gradients.accepted_values()}))
             if todo.evaluate or todo.save:
                 log.add(step, **fp8.watched(model))
                 log.draw()
@@ -177,6 +178,8 @@ def train_step(
     # Clipping multiplies the mean's gradient by clip / grad_norm if it is longer than clip: a divisor of at least 1.
     clip_divisor = (grad_norm / clip).clamp(min=1.0) if clip else 1.0
     gradients.skip = (~(loss.isfinite() & grad_norm.isfinite())).float()  # gradients.check reads it one step later
+    if gradients.config.skip_spikes:
+        gradients.skip_spike(loss, grad_norm)
     optimizer.step(lr, grad_divisor=units * clip_divisor, skip=gradients.skip)
     return loss, grad_norm, details
 
