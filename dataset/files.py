@@ -6,7 +6,7 @@ local. Packages, login and account are matters of each file system: s3fs reads A
 for example.
 
 A reader takes an open file and yields its rows, without parsing them: lines of .jsonl, rows of .json (JSON lines, or a
-list of rows), of .csv or of .parquet. A .txt or .md file is one document. A new format needs a reader in READERS. A
+list of rows), of .csv or of .parquet. A .txt file is one document. A new format needs a reader in READERS. A
 reader raises UserError without the name of the file, which `TextFile.rows` puts before the message."""
 
 import codecs
@@ -84,8 +84,13 @@ def find_info(store, path: str) -> dict | None:
 def _open_store(spec, flag):
     from fsspec import url_to_fs
 
+    options = {}
     try:
-        return url_to_fs(spec)
+        if spec.startswith("http"):  # of five minutes for a file, by default
+            from aiohttp import ClientTimeout
+
+            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}
+        return url_to_fs(spec, **options)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
         package = getattr(e.__cause__ or e, "name", "")
         install = f": {sys.executable} -m pip install {package}" * bool(package)
@@ -191,8 +196,9 @@ def _read_csv(stream):
     csv.field_size_limit(2**31 - 1)  # the default refuses fields above 128 KiB
     rows = csv.DictReader(codecs.iterdecode(stream, "utf-8-sig"), strict=True)
     for row in rows:
-        if None in (*row, *row.values()):  # more or fewer fields than names
-            raise UserError(f"line {rows.line_num} has not the first line's fields: put text with commas in quotes")
+        if None in (*row, *row.values()) or len(row) < len(rows.fieldnames):  # more or fewer fields than names
+            problem = "has not the first line's fields, each of another name"
+            raise UserError(f"line {rows.line_num} {problem}: put text with commas in quotes")
         yield row
 
 

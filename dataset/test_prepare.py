@@ -250,6 +250,7 @@ BAD = {
     "no assistant": ("a.jsonl", chat(TALK[:1]), "line 1: .*without an assistant"),
     "question": ("a.jsonl", b'{"question": "Why?", "answer": "So."}', "question .str., .* messages, .*--chat_fields"),
     "both kinds": ("a.jsonl", GOOD + chat(TALK), "line 2: documents and conv"),
+    "CSV names": ("a.csv", b"text,text\na,b\n", "line 2 has not .* each of another name"),
     "CSV row": ("a.csv", b"text,n\na,1\n\na, b,1\n", "line 4 has not .* quotes"),
     "CSV quote": ("a.csv", b'text\n"a', "not csv in .*: unexpected end"),
     "parquet": ("a.parquet", b"PAR1", "not parquet|needs pyarrow: .* -m pip install pyarrow"),
@@ -268,8 +269,9 @@ def test_an_entry_without_data_is_refused(tmp_path):
     (tmp_path / "deep/er").mkdir(parents=True)
     (tmp_path / "deep/er/a.jsonl").write_bytes(GOOD)
     (tmp_path / "a.dat").touch()
-    for spec in ("deep", "deep/*", "a.dat", "b.txt"):
-        assert f"{spec} does not exist, or has no file of" in refused(find_files, f"{tmp_path}/{spec}", "--data")
+    for spec in ("deep", "deep/*", "b.txt"):
+        assert f"{spec} does not exist, or has no file" in refused(find_files, f"{tmp_path}/{spec}", "--data")
+    assert "a.dat is of unknown kind (.dat): expected .txt, " in refused(find_files, f"{tmp_path}/a.dat", "--data")
     assert "does not exist" in refused(find_files, "", "--data")  # as in --data "$UNSET"
     assert [file.size for file in find_files(f"{tmp_path}/deep/**", "--data")] == [len(GOOD)]
 
