@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 
+import data
 from base.errors import UserError, exit_status
 from data import make_loader
+from dataset.test_prepare import refused
 from hf.chat import find_pair
 from hf.tokenizer import load_tokenizer
 from hf.weights import export_model
@@ -127,9 +129,9 @@ def pairs_file(tmp_path_factory):
     return path
 
 
-def run_of(out: Path, data: Path, *flags) -> dict[int, dict]:
+def run_of(out: Path, pairs: Path, *flags) -> dict[int, dict]:
     """A run in this process -> its records by step."""
-    assert train_main([*FAST.split(), "--data", str(data), "--out", str(out), *map(str, flags)]) == 0
+    assert train_main([*FAST.split(), "--data", str(pairs), "--out", str(out), *map(str, flags)]) == 0
     return {record["step"]: record for record in records(out)}
 
 
@@ -303,16 +305,20 @@ def test_a_pair_that_differs_before_its_last_answer_is_refused():
 
 def test_pairs_that_say_nothing_or_do_not_fit_are_dropped_and_counted(tmp_path, caplog):
     rows = [{"prompt": f"Q{i}", "chosen": "yes " * (1 + i), "rejected": "no"} for i in range(9)]
-    rows += [{"prompt": "Q", "chosen": "same", "rejected": "same"}, {"prompt": "Q", "chosen": " ", "rejected": "no"}]
-    rows += [{"prompt": "Q", "chosen": "long " * 100, "rejected": "no"}]
-    path = tmp_path / "pairs.jsonl"
+    rows += [{"prompt": "Q", "chosen": "same", "rejected": "same "}, {"prompt": "Q", "chosen": " ", "rejected": "no"}]
+    rows.insert(0, {"prompt": "Q", "chosen": "long " * 100, "rejected": "no"})
+    path, out = tmp_path / "pairs.jsonl", str(tmp_path / "out")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [*FAST.split(), "--data", str(path), "--val_data", str(path)]
     with caplog.at_level("WARNING"):
-        (source,) = make_loader(settled_args(words)).sources
-    assert source.pair_count == 9 and "10 pairs, 1 dropped" in source.note
+        (source,) = make_loader(settled_args([*FAST.split(), "--data", str(path), "--val_data", str(path)])).sources
+    answers = sum(len(f" {row[name].strip()} ") + 1 for row in rows[:10] for name in ("chosen", "rejected"))  # and EOS
+    assert source.pair_count == 9 and f"10 pairs with {answers} tokens of answers, 1 dropped" in source.note
     for what in ("a pair of equal answers", "a pair with an empty answer"):
         assert f"{what} is dropped: 1 row" in caplog.text
+    data.main(["prepare", "--data", str(path), "--tokenizer", "bytes", "--dpo", "sigmoid", "--out", out])
+    prepared = [make_loader(settled_args([*FAST.split(), "--data", out]), split=split) for split in ("train", "val")]
+    assert [loader.sources[0].pair_count for loader in prepared] == [8, 1]  # the last pair is held out
+    assert "--dpo none: `data.py prepare` takes --dpo" in refused(make_loader, settled_args(["--data", out]))
 
 
 def test_without_dpo_a_pair_trains_its_chosen_answer_and_the_log_says_so(tmp_path, caplog):

@@ -191,24 +191,19 @@ class Encoder(NamedTuple):
         text, conversations = self.read(row)
         if not conversations:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
-        if self.pairs and (reason := _says_nothing(*(messages[-1] for messages, *_ in conversations))):
-            return [], "pair", [(reason, str(conversations[0][0][-1].get("content")))]
-        tokens, notes, template = [], [], chat_template(tokenizer, self.chat)
+        answers = [messages[-1] for messages, *_ in conversations]
+        if self.pairs and not all(str(a.get("content", "")).strip() or "tool_calls" in a for a in answers):
+            return [], "pair", [("a pair with an empty answer is dropped", str(answers))]
+        rendered, notes, template = [], [], chat_template(tokenizer, self.chat)
         for messages, inputs, others in conversations:
             ids, mask = render_chat(tokenizer, messages, template, inputs, notes, others)
             if not any(mask):
                 raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
             ids[0] |= BEGINS
-            tokens += [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
-        return tokens, "pair" if self.pairs else "chat", notes
-
-
-def _says_nothing(chosen: dict, rejected: dict) -> str:
-    """Why a pair with these answers is dropped; empty if it is not."""
-    if chosen == rejected:
-        return "a pair of equal answers is dropped"
-    has_text = (str(answer.get("content", "")).strip() or "tool_calls" in answer for answer in (chosen, rejected))
-    return "" if all(has_text) else "a pair with an empty answer is dropped"
+            rendered.append([i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)])
+        if self.pairs and rendered[0] == rendered[1]:  # their texts may differ in the space that a template cuts off
+            return [], "pair", [("a pair of equal answers is dropped", str(answers))]
+        return sum(rendered, []), "pair" if self.pairs else "chat", notes
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str, Notes]]:
@@ -244,7 +239,7 @@ def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, 
                 notes = [(f"bad rows left out, {re.split('[:(]', reason)[0]}", reason)]
             for what, example in dict(reversed(notes)).items():  # each once, with its first example
                 report["notes"].setdefault(f"{file.name}: {what}", [0, f"{place}: {example[:80]!r}"])[0] += 1
-            if not is_bad:
+            if not is_bad and tokens:
                 yield label, row, tokens
 
 
@@ -450,9 +445,10 @@ VERBS = {
             "--data --input": dict(nargs="+", required=True, help="files of text"),
             "--tokenizer": dict(nargs=1, help="bytes, a folder or a hub id"),
             "--out": dict(nargs=1, required=True, help="the folder for the shards"),
-            "--text_field": dict(nargs="+", help="as for train.py, and so the next four"),
+            "--text_field": dict(nargs="+", help="as for train.py, and so the next five"),
             "--chat_fields": dict(nargs="+"),
             "--skip_bad": dict(nargs=1),
+            "--dpo": dict(nargs=1, help="sigmoid, for rows that are pairs"),
             "--model": dict(nargs=1),
             "--weights": dict(nargs=1),
             "--shard_tokens": dict(
@@ -530,5 +526,6 @@ def main(argv: list[str], parse_args: Callable) -> None:
     if verb == "train-tokenizer":
         return _train_tokenizer(sources, encoder, out, *how)
     index = prepare_folder(sources, encoder, out, *how)
+    tell_omissions(index)
     tokens, shards = sum(file["tokens"] for file in index["files"].values()), plural(len(index["files"]), "shard")
     print(f"{out}: {tokens} tokens in {shards}")

@@ -201,7 +201,8 @@ def _open(files, flag, config):
     recorded = {i["fingerprint"]: f"{path} with --tokenizer {i['tokenizer']}" for path, i in indexes.items() if i}
     kind = (*kinds, "text")[0]
     if (kind == "pair") != (config.dpo != "none"):
-        raise UserError(f"{flag} is prepared for {kind}, which does not fit --dpo {config.dpo}")
+        prepared = f"{flag} is prepared for {kind}, and the run has --dpo {config.dpo}"
+        raise UserError(f"{prepared}: `data.py prepare` takes --dpo for pairs")
     return Listing(files, splits, delimiter, kind, recorded)
 
 
@@ -290,18 +291,25 @@ class ChatRows(ShardRows):
     id_bits, is_chat = ID, True
 
     def _documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> (the first token of each conversation, the places that it takes)"""
-        starts = [np.zeros(0, np.int64)]
+        """-> (the first token of each conversation, the places that it takes). Counts the trained tokens."""
+        starts, self.trained = [np.zeros(0, np.int64)], 0
         for begin, end in itertools.pairwise(self.bounds):
-            starts.append(begin + np.flatnonzero(self.read(begin, end) >= prepare.BEGINS))
+            tokens = self.read(begin, end)
+            starts.append(begin + np.flatnonzero(tokens >= prepare.BEGINS))
+            self.trained += np.count_nonzero(tokens & TRAINED)
         starts = np.concatenate(starts)
         return starts, np.diff(np.append(starts, self.tokens)) - 1
 
-    def _pack(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Packs units of these lengths -> the units of each row."""
+    def _pack(self, lengths: np.ndarray, dropped: int, note: str) -> list[np.ndarray]:
+        """Packs units of these lengths -> the units of each row. dropped: further units, which the note explains."""
+        if not len(lengths):
+            raise NoRows(f"{note}: a larger --seq_len")
+        if dropped > (len(lengths) + dropped) / 100:
+            prepare.log.warning(f"{note}: give a larger --seq_len")
         order = permute(np.arange(len(lengths)), len(lengths), f"{self.config.seed}/pack")
         row = pack(lengths[order], self.config.seq_len)
         self.count = int(row.max()) + 1
+        self.note = f"{note}, in {plural(self.count, 'row')}"
         return np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
 
     def _arrange(self):
@@ -312,15 +320,9 @@ class ChatRows(ShardRows):
         for i in np.flatnonzero(is_long & kept):  # the first T tokens may contain none that is trained on
             kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
-        total, count = len(kept), len(self.starts)
-        cut = f"{(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
-        note = f"{plural(total, 'conversation')}, {cut}"
-        if not count:
-            raise NoRows(f"{note}: a larger --seq_len")
-        if total - count > total / 100:
-            prepare.log.warning(f"{note}: give a larger --seq_len")
-        self.contents = self._pack(self.lengths)
-        self.note = f"{note}, in {plural(self.count, 'row')}"
+        dropped = (~kept).sum()
+        cut = f"{(is_long & kept).sum()} truncated to --seq_len {T} and {dropped} dropped"
+        self.contents = self._pack(self.lengths, dropped, f"{plural(len(kept), 'conversation')}, {cut}")
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shape = len(index), self.config.seq_len
@@ -350,20 +352,16 @@ class PairRows(ChatRows):
         sizes = lengths.sum(1)
         kept = sizes <= T
         self.starts, self.lengths, dropped = starts[kept].ravel(), lengths[kept].ravel(), (~kept).sum()
-        note = f"{plural(len(sizes), 'pair')}, {dropped} dropped because both answers do not fit into --seq_len {T}"
+        note = f"{plural(len(sizes), 'pair')} with {self.trained} tokens of answers, {dropped} dropped"
         if dropped:
-            note += f"; --seq_len {int(np.quantile(sizes, 0.99, method='higher'))} keeps 99 % of them"
-        if not kept.any():
-            raise NoRows(note)
-        if dropped > len(sizes) / 100:
-            prepare.log.warning(note)
-        rows = self._pack(sizes[kept])
+            enough = int(np.quantile(sizes, 0.99, method="higher"))
+            note += f" because both answers do not fit into --seq_len {T}; --seq_len {enough} keeps 99 % of them"
+        rows = self._pack(sizes[kept], dropped, note)
         self.contents = [np.stack((2 * pairs, 2 * pairs + 1), 1).ravel() for pairs in rows]
         self.pair_count = int(kept.sum())
         self.pairs = np.full((len(rows), max(map(len, rows))), -1)
         for row, pairs in zip(self.pairs, rows, strict=True):
             row[: len(pairs)] = pairs
-        self.note = f"{note}, in {plural(self.count, 'row')}"
 
 
 KINDS = {"text": ShardRows, "chat": ChatRows, "pair": PairRows}

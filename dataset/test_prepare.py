@@ -287,10 +287,14 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     kept = [row for i, row in enumerate(ROWS[:12]) if i not in (3, 7, 9)]
     assert tokens(tmp_path / "out", "train") == naive(kept, 0)["train"]
     assert "line 4" in caplog.text and "line 8" in caplog.text
-    for words in (f"{path} --skip_bad 3", f"{path} --skip_bad 3", f"{tmp_path}/out"):
+    again = f"prepare --data {path} --tokenizer bytes --val_every 0 --skip_bad 3 --out {tmp_path}/again"
+    for words in (f"{path} --skip_bad 3", f"{path} --skip_bad 3", f"{tmp_path}/out", again):
         caplog.clear()
         prepare.warn_once.cache_clear()  # as in another process
-        open_alone(settled_args(f"--seq_len 8 --data {words}".split()))
+        if words == again:
+            data.main(again.split())
+        else:
+            open_alone(settled_args(f"--seq_len 8 --data {words}".split()))
         assert f"{path}: bad rows left out, not JSON in UTF-8: 1 row, first in line 4: " in caplog.text
         assert f"{path}: bad rows left out, no text in field 'text' : 2 rows, first in line 8: " in caplog.text
 
