@@ -94,13 +94,22 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     files = [TextFile(*entry, store, text_field) for entry in entries]
     shards = [file for file in files if file.kind == SHARD]
     texts = [file for file in files if file.kind in SUFFIXES]
+    used, folder = (SHARD,) if shards else SUFFIXES, Path(spec).expanduser()
+    listed = read_index(folder).get("files", {}) if files and not store and folder.is_dir() else {}
+    if missing := listed.keys() - {os.path.basename(file.name) for file in shards}:
+        raise UserError(f"{flag} {spec} lacks {min(missing)}, which its {INDEX} lists: copy or prepare it again")
+    others = [
+        file.kind or "no suffix"
+        for file in files
+        if file.kind not in used and not os.path.basename(file.name).startswith((".", INDEX))
+    ]
+    kinds = ", ".join(sorted({*others}))
     if not shards and not texts:
-        raise UserError(f"{flag} {spec} does not exist, or has no file of {FORMATS}; FOLDER/** includes deeper folders")
-    others = [file for file in files if file.kind not in (SHARD, *SUFFIXES)]
-    unknown = [file.kind or "no suffix" for file in others if not os.path.basename(file.name).startswith(".")]
-    if unknown:
-        kinds = ", ".join(sorted({*unknown}))
-        warn_once(f"{flag} {spec}: {plural(len(unknown), 'file')} of unknown kind left out ({kinds})")
+        problem = f"is of unknown kind ({kinds})" if others else "does not exist, or has no file"
+        raise UserError(f"{flag} {spec} {problem}: expected {FORMATS}; FOLDER/** includes deeper folders")
+    if others:
+        what = "beside token shards" if shards else "of unknown kind"
+        warn_once(f"{flag} {spec}: {plural(len(others), 'file')} {what} left out ({kinds})")
     return shards or texts
 
 
@@ -331,7 +340,7 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
     index = read_object(folder / INDEX) if (folder / INDEX).exists() else {}
-    if "position" in index:
+    if "position" in index or (folder / "progress.jsonl").exists():  # the latter of version 0.3
         raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
     return index if "fingerprint" in index else {}
 
@@ -391,7 +400,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every):
             if sum(map(len, tokens.values())) >= shard_tokens:
                 _write_shards(out, index, tokens)
     train, val = tokens.values()
-    if val_every and train and not val and "val-00000.bin" not in index["files"] and 0 < len(ids) < len(train):
+    if val_every and train and not val and "val-00000.bin" not in index["files"] and len(ids) < len(train):
         val += ids  # too few for val_every: the last document or conversation
         del train[-len(ids) :]
     if not train and not val and not index["files"]:

@@ -149,7 +149,7 @@ def _find(entries, flag, config):
         report = {"kind": "", "bad": 0, "notes": {}}
         with ThreadPoolExecutor(1) as pool:
             next(prepare.encode(jobs, Encoder.of(config), pool, 0, report), None)
-        if report["kind"] in ("", "text"):
+        if report["kind"] == "text":
             return Listing(files)
     return _open(files or [builtin_file()], flag, config)
 

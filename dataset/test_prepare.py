@@ -232,8 +232,12 @@ def test_command_line(tmp_path, capsys):
     path.write_bytes(content[:500])
     assert "500 bytes without llm.c's header" in refused(data.main, ["verify", str(path)])
     path.unlink()
-    with pytest.raises(FileNotFoundError):
-        data.main(["verify", str(out)])
+    for verb in (["verify"], ["show", "--data"]):
+        assert "lacks train-00000.bin, which its index.json lists" in refused(data.main, [*verb, str(out)])
+    assert find_files(f"{out}/*", "--data")  # a pattern may name some of the shards
+    (out / "index.json").unlink()
+    (out / "progress.jsonl").touch()  # of version 0.3
+    assert "is not prepared to its end" in refused(data.main, ["show", "--data", str(out)])
 
 
 BAD = {
@@ -376,7 +380,14 @@ def test_unknown_kinds_beside_data_are_no_data(tmp_path, caplog):
     for name in (".git", "a.txt", "b.csv", "README.md", "c", "d.py"):
         (tmp_path / name).touch()
     assert sorted(Path(file.name).name for file in find_files(f"{tmp_path}/", "")) == ["a.txt", "b.csv"]
-    assert caplog.messages == [f" {tmp_path}/: 3 files of unknown kind left out (.md, .py, no suffix)"]
+    (tmp_path / "s.bin").touch()
+    (tmp_path / "index.json").write_text("{}")
+    assert [Path(file.name).name for file in find_files(str(tmp_path), "")] == ["s.bin"]
+    kinds = ".md, .py, no suffix", ".csv, .md, .py, .txt, no suffix"
+    assert caplog.messages == [
+        f" {tmp_path}/: 3 files of unknown kind left out ({kinds[0]})",
+        f" {tmp_path}: 5 files beside token shards left out ({kinds[1]})",
+    ]
 
 
 # ---- conversations; hf/test_chat.py has the forms of rows
