@@ -6,9 +6,9 @@ Memory. The model is built on the meta device, where tensors have shapes and no 
 backward pass run while every allocation is counted. Each further layer adds as much as the second one. Formulas add
 FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors that a compiler saves.
 
-Time. FLOPs at the share of the data sheet's rate that large products reach (machine.GPUS), elementwise work at the
-memory's bandwidth, transfers where they take longer than the computation that hides them, and the optimizer's traffic.
-Times are estimated for GPUs only: the speed of a CPU varies too much to predict."""
+Time. FLOPs at the share of the data sheet's rate that large products reach (GPUS in base/host.py), elementwise work at
+the memory's bandwidth, transfers where they take longer than the computation that hides them, and the optimizer's
+traffic. Times are estimated for GPUs only: the speed of a CPU varies too much to predict."""
 
 import contextlib
 import logging
@@ -108,7 +108,7 @@ def _transfers(config: Config, cluster: Cluster) -> float:
 
 class Plan(NamedTuple):
     """The prediction for a run on a cluster. bytes: by place (each GPU, each host) and part. times: seconds of a step
-    by part, empty for a GPU that is not in machine.GPUS."""
+    by part, empty for a GPU that is not in GPUS."""
 
     config: Config
     cluster: Cluster
