@@ -7,8 +7,8 @@
 The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
 and end as in transformers.
 
-A model computes nonsense at positions that it was not trained on. Therefore a text ends at the length of the rows of
-the training."""
+A model computes nonsense at positions that it was not trained on. Therefore, once a text is as long as the rows of the
+training, the model goes on as if the text began with its newer half."""
 
 import argparse
 import contextlib
@@ -115,18 +115,25 @@ def sample(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """ids [B, T] -> yields n times the next ids [B], on the CPU. The model reads at most `context` tokens.
+    """ids [B, T] -> yields n times the next ids [B], on the CPU. The model reads at most `context` tokens at a time.
 
     All ranks must call, and take the same number of ids: sharded models compute each forward pass together."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    cache = [KVCache(block.self_attn.window) for block in model.layers]
-    for _ in range(min(n, context + 1 - ids.shape[1])):
+    text, cache = ids, []
+    for _ in range(n):
+        if not cache or cache[0].length + ids.shape[1] > context:
+            if text.shape[1] > context:
+                half = max(1, context // 2)
+                warn_once(f"After {context} tokens, as in training, the model sees only the last {half} to {context}")
+                ids = text[:, -half:]
+            cache = [KVCache(block.self_attn.window) for block in model.layers]
         with uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)
         yield new
         ids = new[:, None]
+        text = torch.cat((text, ids), 1)
 
 
 def generate_text(
@@ -214,9 +221,6 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
 
 def write_answer(model: Transformer, source: Source, ids: list[int], number: int, args: argparse.Namespace) -> str:
     """Prints the text after a prompt, token by token -> the text. Ctrl-C stops an answer to a typed message."""
-    room = source.context + 1 - len(ids)
-    if room < 1:
-        raise UserError(f"The text has {len(ids)} tokens already, and the model reads at most {source.context}")
     chosen = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed + number}
     how = {"n": args.tokens, "context": source.context, "stop": source.stop, **chosen}
     pieces = []
@@ -228,8 +232,8 @@ def write_answer(model: Transformer, source: Source, ids: list[int], number: int
         if args.prompt or not args.chat:
             raise
     print()
-    if len(pieces) > min(args.tokens, room):
-        print(f"(stopped at token {len(pieces) - 1})", file=sys.stderr)
+    if len(pieces) > args.tokens:
+        print(f"(stopped after --tokens {args.tokens})", file=sys.stderr)
     return "".join(pieces)
 
 

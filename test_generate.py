@@ -21,7 +21,7 @@ from torch import Tensor
 import checkpoint
 from base.disk import read_json
 from base.errors import UserError
-from dataset.prepare import write_shard
+from dataset.prepare import warn_once, write_shard
 from generate import choose, main, open_source, sample
 from hf.test_tokenizer import _json, _model
 from hf.tokenizer import ByteTokenizer
@@ -90,15 +90,20 @@ def test_greedy_is_transformers_generate(name):
     assert len(whole.unique()) > 10  # not always the same token
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2"])
-def test_a_text_ends_where_the_training_rows_end(name):
-    """The last token follows a text of the full length. A longer text gets none."""
-    model, ids = make_model(name), random_tokens(2, 14)
-    text = torch.cat((ids[:, :5], run(model, ids[:, :5], 40, context=12, temperature=0)), 1)
-    assert text.shape == (2, 13)
-    for length in range(5, 13):
-        assert torch.equal(model.logits(text[:, :length])[:, -1].argmax(-1), text[:, length])
-    assert not list(sample(model, ids, 40, 12))
+@pytest.mark.parametrize("name, length, context", [
+    ("llama3", 5, 12), ("gpt2", 5, 13), ("llama3", 30, 12), ("mistral 0.1", 30, 40),
+])  # fmt: skip
+def test_a_text_longer_than_the_training_rows_goes_on_with_its_newer_half(caplog, name, length, context):
+    """As if the text began there. A message says so once."""
+    model, ids = make_model(name), random_tokens(2, length)
+    warn_once.cache_clear()
+    new, text, begin = run(model, ids, 40, context=context, temperature=0), ids, 0
+    for _ in range(40):
+        if text.shape[1] - begin > context:
+            begin = text.shape[1] - context // 2
+        text = torch.cat((text, model.logits(text[:, begin:])[:, -1:].argmax(-1)), 1)
+    assert torch.equal(new, text[:, length:])
+    assert [f"the last {context // 2} to {context}" in record.message for record in caplog.records] == [True]
 
 
 def test_sampled_text_follows_the_logits():
@@ -346,7 +351,6 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
         f"--seed {2**64}")),
     ("--promt x", "did you mean --prompt"), ("--run {empty}", "config.json cannot be read"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
-    (f"--run {{llama3}} --chat --prompt {'q~' * 999}", "the model reads at most 512"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
     if "{run}" in words:
