@@ -120,6 +120,37 @@ def file_name(file: str, rank: int) -> str:
     return file.replace("*", f"{rank:05d}")
 
 
+class Best:
+    """The best evaluation of a run so far, by --keep_best. Its checkpoint is kept in addition to the newest ones. All
+    ranks have the same."""
+
+    def __init__(self, config: Config, resume_from: "Checkpoint | None"):
+        """Continues from a checkpoint, unless its best one is not in this run folder."""
+        self.name, self.patience = config.keep_best, config.patience
+        self.value, self.step, self.since = math.inf, 0, 0  # value: small is good; since: evaluations after the best
+        self.reason = ""  # why the run ends before --steps
+        saved = resume_from and resume_from.manifest.get("best")
+        if saved and saved["name"] == self.name and step_folder(Path(config.out), saved["step"]).exists():
+            reason = saved["reason"] if saved["patience"] == self.patience else ""
+            vars(self).update(saved, patience=self.patience, reason=reason)
+
+    def update(self, step: int, val: dict[str, float]) -> bool:
+        """Whether to save this step, because its evaluation is the best so far, or ends the run."""
+        if self.name not in val:
+            return False
+        value = val[self.name] * (-1 if self.name == "score_acc" else 1)
+        self.since += 1
+        if value < self.value:
+            self.value, self.step, self.since = value, step, 0
+        if 0 < self.patience <= self.since:
+            self.reason = f"--patience {self.patience}: no better {self.name} since step {self.step}"
+        return self.step == step or bool(self.reason)
+
+    def __str__(self) -> str:
+        """For the status."""
+        return self.reason or f"best {self.name} at step {self.step}" * bool(self.step)
+
+
 # ---- saving
 
 
@@ -298,14 +329,15 @@ def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> No
     os.rename(temporary, folder)
     fsync_path(folder.parent)
     fsync_path(folder.parent.parent)  # the first save creates folder.parent
-    remove_old(folder.parent.parent, config.keep)
+    remove_old(folder.parent.parent, config.keep, manifest.get("best", {"step": 0})["step"])
 
 
-def remove_old(run: Path, keep: int) -> None:
-    """Removes the checkpoints before the newest `keep`, and the damaged ones with them; see _may_remove."""
+def remove_old(run: Path, keep: int, best: int = 0) -> None:
+    """Removes the checkpoints before the newest `keep`, except that of step `best`, and the damaged ones with them; see
+    _may_remove."""
     newest = folders(run)[-keep:]
     if len(newest) == keep:
-        for old in {*(run / "checkpoints").iterdir()} - {*newest}:
+        for old in {*(run / "checkpoints").iterdir()} - {*newest, step_folder(run, best)}:
             if _may_remove(old):
                 os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # interrupted, it must not look like a checkpoint
     clean(run)

@@ -192,6 +192,15 @@ class Config:
     save_async: bool = may_change_on_resume(True, "write checkpoints in the background, from a copy in host memory")
     keep: int = may_change_on_resume(2, "newest checkpoints to keep", least=2)
     keep_every: int = may_change_on_resume(0, "keep every N-th checkpoint for good; 0 = none", needs=("save_every",))
+    keep_best: str = may_change_on_resume(
+        "none",
+        "also keep the checkpoint of the best evaluation by this figure; hf/ exports it",
+        ("none", "val_loss"),
+        needs=("eval_every",),
+    )
+    patience: int = may_change_on_resume(
+        0, "evaluations without a better --keep_best until the run ends; 0 = no end", needs=("keep_best",)
+    )
     load: str = may_change_on_resume(
         "direct",
         "who reads --weights: every rank its part, or rank 0 for all",

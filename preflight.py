@@ -138,7 +138,8 @@ def check(config: Config) -> int:
         print(message)
     about = {"out": config.out, "device": ranks.device.type, "processes": ranks.world_size}
     about["state"] = "resume" if resume_from else "fresh"
-    if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
+    is_done = resume_from and (resume_from.step >= config.steps or checkpoint.Best(config, resume_from).reason)
+    if is_done and checkpoint.is_finished(config, resume_from.step):
         about["state"] = "finished"
         say_finished(config, resume_from.step)
     else:
@@ -152,10 +153,11 @@ def check(config: Config) -> int:
 
 
 def say_finished(config: Config, step: int) -> None:
+    more = f"--steps {2 * step}" + " --patience 0" * bool(config.patience)
     out = shlex.quote(config.out)
     print(
         f"{config.out} is finished after step {step}, with its weights in {config.out}/hf. For a sample:"
-        f" python generate.py --run {out} --prompt 'The'. The same command continues with --steps {2 * step}"
+        f" python generate.py --run {out} --prompt 'The'. The same command continues with {more}"
     )
 
 
@@ -166,6 +168,8 @@ def open_inputs(config: Config, resume_from, ranks: Ranks):
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
+    if config.keep_best == "val_loss" and not val_data:
+        raise UserError("--keep_best val_loss: this run has no validation data")
     read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
     return data, val_data, read_weights
 

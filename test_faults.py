@@ -4,6 +4,7 @@ oracle is the state that was saved, and the run to which nothing happened."""
 import contextlib
 import errno
 import itertools
+import math
 import os
 import platform
 import random
@@ -266,6 +267,45 @@ def test_nothing_of_the_step_after_a_bad_one_is_kept(tmp_path, run_here, monkeyp
     output = run_here(tmp_path / "run", "--steps", 9, *itertools.chain.from_iterable(every.items()), status=1)
     assert "Step 5: the loss is not finite" in output
     assert len(steps) == (flag == "--log_every")  # step 1 is always recorded
+
+
+# ---- the best checkpoint
+
+
+def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(tmp_path, run_here, monkeypatch):
+    """In the order of the evaluations: their losses, with NaN; the steps that are left, the best of them first."""
+    run, losses = tmp_path / "run", []
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"val_loss": losses.pop(0)})
+    flags = ["--eval_every", 2, "--save_every", 5, "--keep_best", "val_loss", "--steps", 20]
+
+    def check(output: str, best: int, *newest: int) -> None:
+        assert losses == [] and f"hf/ has step {best}, the best by val_loss" in output
+        assert [checkpoint.step_of(folder) for folder in checkpoint.folders(run)] == [best, *newest]
+        saved = checkpoint.Checkpoint(checkpoint.step_folder(run, best))
+        exported = load_model(run / "hf").norm.weight
+        assert torch.equal(exported, saved.read("model.norm.weight", (slice(None),)))
+
+    losses += [5.0, 4.0, math.nan, 4.5, 4.2]
+    output = run_here(run, *flags, "--patience", 3)
+    check(output, 4, 5, 10)
+    reason = "--patience 3: no better val_loss since step 4"
+    assert_ended(run, "finished", reason)
+    assert read_json(checkpoint.step_folder(run, 10) / "manifest.json")["best"]["reason"] == reason
+    assert "At step 4 --lr had not begun to decay" in output
+    for more in ([], ["--check"]):
+        output = run_here(run, *flags, "--patience", 3, *more)
+        assert "is finished after step 10" in output and "--patience 0" in output
+    shutil.rmtree(run / "hf")  # the export was interrupted
+    (run / "status.json").unlink()
+    check(run_here(run, *flags, "--patience", 3), 4, 5, 10)
+    losses += [4.1, 3.9, 3.95]
+    check(run_here(run, *flags, "--steps", 16), 14, 15, 16)
+    assert_ended(run, "finished", "best val_loss at step 14")
+    shutil.rmtree(checkpoint.step_folder(run, 14))
+    losses += [9.0, 9.5]
+    output = run_here(run, *flags, "--steps", 20, "--schedule", "linear", "--resume_override", "schedule")
+    check(output, 18, 20)
+    assert "had not begun" not in output
 
 
 # ---- a checkpoint that proves itself

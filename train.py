@@ -33,6 +33,7 @@ import preflight
 import shard
 from base import disk, host
 from base.disk import human
+from base.errors import UserError
 from base.ranks import Ranks, init_ranks, leave, on_first_rank, set_timeout
 from data import Batch, Loader
 from dataset.prepare import knows_text
@@ -68,10 +69,11 @@ def train(run: Run) -> None:
     resume_from, damaged = checkpoint.find(config, ranks)
     checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
-    if start >= config.steps:
+    run.best = best = checkpoint.Best(config, resume_from)
+    if start >= config.steps or best.reason:
         if not checkpoint.is_finished(config, start):  # its export was interrupted
             run.begin(start)
-            finish(run, start)
+            finish(run, start, best)
         return on_first_rank(lambda: preflight.say_finished(config, start), ranks)
     run.begin(start, damaged + config.warnings)
     data, val_data, read_weights = preflight.open_inputs(config, resume_from, ranks)
@@ -105,11 +107,15 @@ def train(run: Run) -> None:
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val = evaluate(model, val_data, run, objective) if todo.evaluate and val_data else {}
+            todo.save |= best.update(step, val)
+            todo.stop |= bool(best.reason)
             if todo.record:
                 log.step(step, loss, grad_norm, lr, val | gradients.count_skipped())
             if todo.save:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
-                log.add(step, save_ms=saver.save(step, probe, {"spikes": gradients.accepted_values()}))
+                facts = {"spikes": gradients.accepted_values()}
+                facts |= {"best": {**vars(best)}} if best.step else {}
+                log.add(step, save_ms=saver.save(step, probe, facts))
             if todo.evaluate or todo.save:
                 log.add(step, **fp8.watched(model))
                 log.draw()
@@ -120,9 +126,9 @@ def train(run: Run) -> None:
             run.clock.switch("steps", step)
             profiler.step()
         saver.wait()
-    if todo.stop:
+    if todo.stop and not best.reason:
         return run.end("stopped", step)
-    finish(run, step)
+    finish(run, step, best)
 
 
 def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
@@ -253,12 +259,22 @@ def evaluate(
         return {f"val_{name}": value for name, value in zip(names, (sums[1:] / sums[0]).tolist(), strict=True)}
 
 
-def finish(run: Run, step: int) -> None:
-    """Exports the last checkpoint as a Hugging Face folder, hf/, and records that the run is finished. All ranks must
-    call."""
+def finish(run: Run, step: int, best: checkpoint.Best) -> None:
+    """Exports the best checkpoint, without --keep_best the last one, as a Hugging Face folder, hf/, and records that
+    the run is finished. All ranks must call."""
+    config, exported = run.config, best.step or step
     with run.phase("export"):
-        spec = run.config.tokenizer if knows_text(run.config) else ""
-        export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks, spec)
+        spec = config.tokenizer if knows_text(config) else ""
+        folder = checkpoint.step_folder(run.folder, exported)
+        if exported < step and (fault := checkpoint.fault_of(folder, run.ranks)):
+            raise UserError(
+                f"{folder}, the best checkpoint, is damaged: {fault}. --keep_best none exports the last one"
+            )
+        export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks, spec)
+    if best.step:
+        logger.info(f"hf/ has step {exported}, the best by {best.name}. {best.reason}")
+        if exported <= config.warmup or learning_rate(config, exported) >= config.lr:
+            logger.warning(f"At step {exported} --lr had not begun to decay: a run with fewer --steps may be better")
     run.end("finished", step)
 
 

@@ -115,6 +115,7 @@ class Run:
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
         self.lock = None  # on rank 0
+        self.best = ""  # the message of status.json while there is no other
         self.mesh = None
         self.groups: list[dist.ProcessGroup] = []  # of the model; the watchdog counts their collectives
         self.hang_limit = max(config.timeout, LONG)
@@ -161,6 +162,7 @@ class Run:
 
     def write_status(self, state: str, step: int, message: str = "") -> None:
         """Replaces status.json, unless it tells the end. state: running, or a key of EXIT. Rank 0 calls this."""
+        message = message or str(self.best)
         status = {"state": state, "step": step, "exit_code": EXIT.get(state), "message": message, "time": time.time()}
         with self.status_lock:
             if not self.ended:
