@@ -31,6 +31,7 @@ logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.3.0"  # CHANGELOG.md lists its changes
 FULL = 2**20  # free bytes below which a disk counts as full
+LEASE = 120.0  # seconds without renewal after which another process may take a lock
 SUBSTITUTES = {  # first bytes -> a content that was stored instead of a file
     b"version https://git-lfs": "a git-LFS pointer, not the file: run `git lfs pull` there",
     rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)": "an HTML or XML page, not the file: repeat the download",
@@ -200,6 +201,14 @@ def read_ahead(items: Iterator, count: int) -> Iterator:
             pool.shutdown(wait=False, cancel_futures=True)
 
     return take()
+
+
+def lease(path: Path):
+    """A lock of a run folder: a filelock.SoftFileLease, which a thread renews until it is released."""
+    from filelock import SoftFileLease
+
+    # thread_local=False: the watchdog reads the state of the lock
+    return SoftFileLease(path, lease_duration=LEASE, heartbeat_interval=LEASE / 12, thread_local=False)
 
 
 def fsync_path(path: Path) -> None:

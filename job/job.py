@@ -23,7 +23,7 @@ import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 
 from base import disk, torch_private
-from base.disk import write_json
+from base.disk import lease, write_json
 from base.errors import (
     EXIT,
     FOLLOWED,
@@ -43,8 +43,7 @@ TOGETHER = 2.0  # seconds within which signals are one
 ANSWER = 20.0  # seconds that a stopping rank waits for others
 BEAT = 1.5  # seconds between two reports of a rank to the store
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
-LEASE = 30.0  # seconds after which a lock that nobody renews is stale
-PATIENCE = 40.0  # seconds that a job waits for the lock
+PATIENCE = 40.0  # seconds that a job waits for a lock that is being renewed
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 
 
@@ -252,6 +251,7 @@ class Watchdog:
     def __init__(self, run: Run):
         self.run, self.ranks, self.clock, self.store = run, run.ranks, run.clock, run.store
         self.stopped_at = 0.0  # when the first request to stop came
+        self.renews = False  # the lock: filelock's thread has given up
         self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
         self._beat()  # a rank may stop before its next one
@@ -271,13 +271,34 @@ class Watchdog:
             if self.ended:
                 return
             self._obey(arrived)
-            if lost := self.run.lock and self.run.lock.compromise:
+            if reason := self._lost_lock():
                 self.run.ended = True  # status.json may be another job's by now
-                what = f"the lock is lost, perhaps to another job ({lost.reason})"
+                what = f"the lock is lost, perhaps to another job ({reason})"
                 self._end("failed", f"--out {self.run.folder}: {what}")
             with contextlib.suppress(RuntimeError):  # the store is gone with its machine
                 self._beat()
             self._check_progress()
+
+    def _lost_lock(self) -> str:
+        """The proof that the lock is not this job's any more. An error of the disk is none: then this thread renews the
+        lock, because filelock's thread gives up."""
+        lost, path = self.run.lock and self.run.lock.compromise, self.run.folder / "lock"
+        if not lost:
+            return ""
+        if lost.reason != "refresh-failed":
+            return lost.reason
+        if not self.renews:
+            self.renews = True
+            logger.warning(f"{path} cannot be renewed, which is tried again: {lost.error}")
+        try:
+            if lost.token.encode() not in path.read_bytes():
+                return "owner-changed"
+            os.utime(path)
+        except FileNotFoundError:
+            return "marker-missing" * os.path.isdir(self.run.folder)  # which may be unmounted for a while
+        except OSError:
+            pass
+        return ""
 
     def _obey(self, arrived: bytes) -> None:
         """arrived: numbers of signals. `launch.sh stop` writes its request for rank 0, empty or "now"."""
@@ -346,7 +367,8 @@ class Watchdog:
         """Ends this process with the status `code`."""
         self.run.report(state, f"{self.ranks.name}: {what}")
         if state == "stopped":
-            (self.run.folder / "logs" / "stop").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.run.folder / "logs" / "stop").unlink(missing_ok=True)
         os._exit(code)
 
 
@@ -354,20 +376,27 @@ class Watchdog:
 
 
 def take_lock(folder: Path) -> SoftFileLease:
-    """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a dead
-    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal, and
-    an empty lock after LEASE seconds.
+    """Takes the run folder's lock. The lock of a dead process on this machine, or of an earlier attempt of this launch
+    (its id is LAUNCH.ATTEMPT, or else unknown), is taken over at once, the lock of another machine after disk.LEASE
+    seconds without renewal, and an empty lock after as many.
     Raises UserError if another job holds the lock."""
-    # thread_local=False: the watchdog reads the state of the lock
-    path = folder / "lock"
-    lock = SoftFileLease(path, lease_duration=LEASE, thread_local=False)
+    path, launch = folder / "lock", os.environ.get("TORCHELASTIC_RUN_ID", "").rpartition(".")[0]
+    lock, mark, renewals = lease(path), f"launch={launch}\n", set()  # filelock skips fields that it does not know
+    with contextlib.suppress(OSError):
+        if launch and mark in path.read_text(errors="replace"):
+            lock.force_break()
     begin = time.monotonic()
-    while time.monotonic() < begin + PATIENCE:
+    while time.monotonic() < begin + (PATIENCE if len(renewals) > 1 else disk.LEASE + 10):
         with contextlib.suppress(Timeout):
-            lock.acquire(timeout=3)
+            lock.acquire(timeout=min(3, PATIENCE))
+            with open(path, "a") as file:
+                file.write(mark)
             return lock
         with contextlib.suppress(OSError):  # a power failure can leave an empty lock, which filelock does not take over
-            if not path.stat().st_size and time.time() - path.stat().st_mtime > LEASE:
+            status = path.stat()
+            if status.st_size:
+                renewals.add(status.st_mtime)
+            elif time.time() - status.st_mtime > disk.LEASE:
                 path.write_text("damaged")
     raise UserError(
         f"--out {folder}: the process in {folder}/lock is training there; stop it with `bash launch.sh stop`, or remove"

@@ -1,9 +1,11 @@
 """job/job.py: verdicts are the same on all ranks. Two jobs never have one run folder: the other job is a process of its
 own."""
 
+import errno
 import json
 import multiprocessing
 import os
+import pkgutil
 import platform
 import re
 import signal
@@ -50,7 +52,7 @@ def test_all_ranks_stop_after_the_same_step():
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
-    monkeypatch.setattr(guard, "LEASE", 0.9)
+    monkeypatch.setattr(disk, "LEASE", 0.9)
     before = {number: signal.getsignal(number) for number in guard.STOPS}
     run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
     run.lock = take_lock(tmp_path)
@@ -161,6 +163,26 @@ def test_a_lock_that_is_gone_or_another_jobs_ends_the_run(tmp_path, watched, mon
     assert (tmp_path / "lock").exists() == taken
 
 
+def test_a_disk_that_does_not_answer_costs_no_lock(tmp_path, watched, monkeypatch, caplog):
+    """Longer than the lease. When the disk answers, the lock is renewed, and it counts whose it is."""
+    watched.watchdog.signals.settimeout(0.05)
+    stale, lock = OSError(errno.ESTALE, os.strerror(errno.ESTALE)), tmp_path / "lock"
+    with monkeypatch.context() as m:
+        for name in ("os.lstat", "os.utime", "pathlib.Path.read_bytes"):
+            works = pkgutil.resolve_name(name)
+            m.setattr(name, lambda path, *a, works=works, **k: works(path, *a, **k) if "lock" not in str(path) else fail())
+            fail = mock.Mock(side_effect=stale)
+        wait_until(lambda: watched.watchdog.renews)
+        failures = fail.call_count
+        wait_until(lambda: fail.call_count > failures + 10)
+    os.utime(lock, (1, 1))
+    wait_until(lambda: lock.stat().st_mtime > 1)
+    assert not watched.watchdog.ended
+    assert caplog.text.count("lock cannot be renewed, which is tried again: [Errno 116] Stale file handle") == 1
+    lock.write_text("another's")
+    wait_until(lambda: watched.watchdog.ended)
+
+
 # ---- the lock
 
 
@@ -171,10 +193,28 @@ def hold(folder, answers) -> None:
     time.sleep(60 * bool(lock))
 
 
+def test_the_next_attempt_of_a_launch_takes_the_lock_over_at_once(tmp_path, monkeypatch):
+    """Attempts are LAUNCH.NUMBER; another launch waits."""
+    monkeypatch.setattr(guard, "PATIENCE", 0.3)
+    monkeypatch.setattr(disk, "LEASE", 0.6)
+    locks = []
+    for attempt in ("20260101.0", "20260101.1"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", attempt)
+        locks.append(take_lock(tmp_path))
+    wait_until(lambda: locks[0].compromise)
+    assert locks[0].compromise.reason == "owner-changed" and not locks[1].compromise
+    for attempt in ("20260102.0", "x", ""):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", attempt)
+        with pytest.raises(UserError, match="is training there"):
+            take_lock(tmp_path)
+    locks[1].release()
+
+
 @pytest.mark.parametrize("age", [0, 3600])
 def test_an_empty_lock_is_taken_over_when_nobody_fills_it(tmp_path, monkeypatch, age):
     """A young one within the same start, because it is no mistake of the user."""
-    monkeypatch.setattr(guard, "LEASE", 4.0)
+    monkeypatch.setattr(disk, "LEASE", 1.5)
+    monkeypatch.setattr(guard, "PATIENCE", 0.5)
     (tmp_path / "lock").touch()
     os.utime(tmp_path / "lock", (time.time() - age,) * 2)
     lock = take_lock(tmp_path)
@@ -184,12 +224,13 @@ def test_an_empty_lock_is_taken_over_when_nobody_fills_it(tmp_path, monkeypatch,
 
 def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "PATIENCE", 0.5)
+    monkeypatch.setattr(disk, "LEASE", 2.0)
     context = multiprocessing.get_context("fork")  # importing all again takes seconds
     answers = context.Queue()
     other = context.Process(target=hold, args=(tmp_path, answers), daemon=True)
     other.start()
     assert answers.get(timeout=60) == other.pid
-    with pytest.raises(UserError, match=f"--out {re.escape(str(tmp_path))}: .* is training there"):
+    with pytest.raises(UserError, match=f"--out {re.escape(str(tmp_path))}: .* is training there.* remove"):
         take_lock(tmp_path)
     other.kill()
     other.join()
@@ -197,9 +238,6 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
     assert lock.token in (tmp_path / "lock").read_text()
     lock.release()
     assert not list(tmp_path.iterdir())
-    (tmp_path / "lock").touch()
-    with pytest.raises(UserError, match="remove the lock if"):
-        take_lock(tmp_path)
 
 
 def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_json(tmp_path, monkeypatch, capsys):

@@ -36,9 +36,9 @@ from base.errors import EXIT, STOP_REASON, Parser, UserError, logger, prepare_py
 if __name__ == "__main__":
     prepare_python()
 
-from filelock import SoftFileLease, Timeout
+from filelock import Timeout
 
-from base.disk import FULL, free_space
+from base.disk import FULL, LEASE, free_space, lease
 from config import parse_args
 from doctor import PATIENCE, Host, ask, columns, read_job, say, survey, verb_doctor, verb_sync
 from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, write_json
@@ -68,14 +68,17 @@ def read_launch(out: Path) -> tuple[dict, list[Host]]:
 
 def is_held(path: Path) -> bool:
     """Whether a process, on this machine or another that sees this file, holds a lock. A holder's death frees it: at
-    once on the same machine, after 30 s on others."""
-    if not path.parent.exists():  # filelock would make it
+    once on the same machine, after 2 LEASE on others."""
+    try:
+        if time.time() - path.stat().st_mtime > 2 * LEASE:
+            return False
+    except OSError:  # also without its folder, which filelock would make
         return False
-    lock = SoftFileLease(path)
+    lock = lease(path)
     try:
         with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
             return False
-    except Timeout:
+    except (Timeout, ValueError):  # the latter: of version 0.3
         return True
     except OSError:  # a folder without write permission, or a full disk
         return lock.owner is not None
@@ -142,7 +145,9 @@ class Supervisor:
         first = "id" not in self.job
         if self.stop_requested():
             return self.write_status("stopped", "between two tries")
-        self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        new = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        name, _, attempt = self.job.get("id", new).partition(".")
+        self.job["id"] = f"{name}.{int(attempt or -1) + 1}"  # attempts of the same name take over each other's lock
         self.write_status("starting")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
             host.last, host.silence = {}, ""
@@ -297,7 +302,7 @@ def leave_behind(supervisor: Supervisor) -> None:
     for stream in range(3):
         os.dup2(log.fileno(), stream)
     try:
-        with SoftFileLease(supervisor.out / SUPERVISOR_LOCK).acquire(timeout=60):
+        with lease(supervisor.out / SUPERVISOR_LOCK).acquire(timeout=2 * LEASE):
             os.close(writer)
             supervisor.run()
     except Exception as e:
