@@ -27,7 +27,7 @@ from base.host import Gpu
 from config import Config
 from hf import lora
 from model import Transformer
-from optim import DTYPES, matrices
+from optim import DTYPES, matrices, stack_alike
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
@@ -274,6 +274,34 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     }
 
 
+class Stacks(NamedTuple):
+    """Bytes of Muon's stacks on each rank: received in a step from ranks of the same replica, and of other replicas;
+    and in memory while the largest stack is updated."""
+
+    within: int = 0
+    between: int = 0
+    peak: int = 0
+
+
+@functools.lru_cache
+def muon_stacks(config: Config, ranks: int) -> Stacks:
+    """See Muon._updates: a replica gets a part of each stack, and a rank whole matrices of it. The shards of their
+    updates come back; then replicas exchange their parts."""
+    replicas, shards = mesh_shape(config.shard_size, ranks)
+    within, between, peak = 0, 0, 0
+    for stack in stack_alike(matrices(lora.meta_model(config)), ranks) if config.optimizer == "muon" else ():
+        p, size = stack[0], stack[0].numel() * DTYPES[config.dtype].itemsize
+        if p.ndim == 3 and sharded_dim(p, shards) == 0:  # experts stay where they are
+            peak = max(peak, 4 * len(stack) * size // shards)
+            continue
+        part = -(-len(stack) // replicas)
+        whole, gathered = -(-part // shards) * size, part * replicas * size // shards
+        within += 2 * whole * (shards - 1) // shards
+        between += gathered * (replicas - 1) // replicas
+        peak = max(peak, gathered + 3 * whole)  # the shards; a matrix, its square, and their product
+    return Stacks(within, between, peak)
+
+
 # ---- all of it
 
 
@@ -316,6 +344,7 @@ def _moments(config: Config, cluster: Cluster, gradients: int, parked: int) -> l
     else:  # the trace has counted the gradients
         held = [before, before, gradients, gradients]
         moments = [{"gradients": size, "activations": peak - size} for size, peak in zip(held, peaks, strict=True)]
+    moments.append({"gradients": gradients, "Muon's stacks": muon_stacks(config, cluster.ranks).peak})
     if config.load == "rank0":  # see shard.fill_parameters
         moments.append({"a whole parameter": max(row.size for row in kept(config, 1))})
     return moments

@@ -406,6 +406,17 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     return heights
 
 
+def stack_alike(heights: dict[nn.Parameter, tuple[int, ...]], ranks: int) -> list[list[nn.Parameter]]:
+    """Parameters of equal shape that are orthogonalized together. heights: see `matrices`."""
+    alike, stacks = defaultdict(list), []
+    for p, parts in heights.items():
+        alike[p.shape, parts].append(p)
+    for same in alike.values():
+        n = ranks * max(1, STACK_ELEMENTS // same[0].numel())
+        stacks += [same[i : i + n] for i in range(0, len(same), n)]
+    return stacks
+
+
 def orthogonalize(x: Tensor) -> Tensor:
     """x [n, rows, columns], as [8, 4096, 14336] -> U V^T of each x = U S V^T, about: five Newton-Schulz iterations take
     singular values to between 0.7 and 1.2. A result does not depend on the others of its batch.
@@ -453,22 +464,15 @@ class Muon(AdamW):
         self.param_groups = [*groups, self.matrix_group]
         self.state |= {p: self.zeros(p, ("momentum_buffer",)) for p in heights}
         self.seeds = {p: rounding_seed(config.seed, -i, p) for i, p in enumerate(heights)}  # AdamW's numbers are from 1
-        alike, self.stacks = defaultdict(list), []
-        for p in heights:
-            alike[p.shape, heights[p]].append(p)
-        for same in alike.values():
-            n = max(1, STACK_ELEMENTS // same[0].numel())
-            if is_sharded(same[0]):  # each rank takes n of them
-                n *= same[0].device_mesh.size()
-            self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
+        sharded = next(filter(is_sharded, heights), None)
+        self.stacks = stack_alike(heights, 1 if sharded is None else sharded.device_mesh.size())
 
     def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
         if group is not self.matrix_group:
             return super().update(group, grad_divisor, skip)
         for parameters in self.stacks:
-            averages = torch.stack([self._average(p, grad_divisor, skip) for p in parameters])
-            updates = self._updates(averages, self.heights[parameters[0]])
-            for p, change in zip(parameters, updates, strict=True):
+            heights, averages = self.heights[parameters[0]], (self._average(p, grad_divisor, skip) for p in parameters)
+            for p, change in zip(parameters, self._updates(torch.stack([*averages]), heights), strict=True):
                 self._apply(p, change, skip)
 
     def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
@@ -490,11 +494,14 @@ class Muon(AdamW):
 
         mesh, shape, stride, sharded = stack.device_mesh, stack.shape, stack.stride(), stack.placements
         by_expert = stack.ndim == 4 and sharded[-1].is_shard(1)  # [n, E, rows, columns]
+        # With replicas, each takes a part of the stack first. In one call, DTensor would gather whole stacks.
+        parts = sharded if by_expert else [Shard(0), *sharded[1:]]
         whole = sharded if by_expert else [Shard(0)] * mesh.ndim
-        stack = stack.to(mesh.device_type).redistribute(placements=whole)  # offloaded ones are on the host
-        updates = self._orthogonalized(stack.to_local(), heights)
-        updates = DTensor.from_local(updates, mesh, whole, shape=shape, stride=stride)
-        return updates.redistribute(placements=sharded).to_local()
+        stack = stack.to(mesh.device_type)  # offloaded ones are on the host
+        stack = stack.redistribute(placements=parts).redistribute(placements=whole)
+        stack = self._orthogonalized(stack.to_local(), heights)
+        stack = DTensor.from_local(stack, mesh, whole, shape=shape, stride=stride)
+        return stack.redistribute(placements=parts).redistribute(placements=sharded).to_local()
 
     def _orthogonalized(self, stack: Tensor, heights: tuple[int, ...]) -> Tensor:
         """The update of each fused matrix by itself."""

@@ -36,7 +36,7 @@ from base.host import GPUS, Gpu
 from base.ranks import Ranks
 from hf import lora
 from inputs import settled_args
-from memory import GIB, Cluster, checkpoint_bytes, elements, memory, micro_batches, state, trace
+from memory import GIB, Cluster, checkpoint_bytes, elements, memory, micro_batches, muon_stacks, state, trace
 from optim import DTYPES
 from shard import mesh_shape
 
@@ -79,9 +79,20 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
     if config.optimizer == "muon":  # five iterations of 4 to 6 FLOPs per element and row (optim.orthogonalize)
         parts["Newton-Schulz"] = 5 * 5 * shape.dim * sum(elements(config, 1)) / cluster.ranks / peak
+        stacks, (within, between) = muon_stacks(config, cluster.ranks), _links(config, cluster)
+        parts["exchange of Muon's stacks"] = stacks.within / within + stacks.between / between
     held = state(config, mesh_shape(config.shard_size, cluster.ranks)[1])
     traffic = 3 * held["gradients"] + 2 * held["optimizer state"]  # gradients are read; the rest is read and written
     return parts | {"update": traffic / (HOST_BANDWIDTH / cluster.gpus if config.offload == "cpu" else gpu.bandwidth)}
+
+
+def _links(config: Config, cluster: Cluster) -> tuple[float, float]:
+    """Bytes per second between the ranks of a replica, and between replicas."""
+    link, nodes = cluster.gpu.link, -(-mesh_shape(config.shard_size, cluster.ranks)[1] // cluster.gpus)
+    between = link if cluster.nodes == 1 else cluster.network * 1e9
+    if nodes > 1:  # all network cards of a node carry its traffic with other nodes
+        link = min(link, cluster.gpus * cluster.network * 1e9 * nodes / (nodes - 1))
+    return link, between
 
 
 def _transfers(config: Config, cluster: Cluster) -> float:
@@ -90,14 +101,10 @@ def _transfers(config: Config, cluster: Cluster) -> float:
     replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
     (held, frozen), (gradients, others) = elements(config, shards), elements(config, 1)
     compute, reduce, masters = (DTYPES[n].itemsize for n in (config.dtype, config.reduce_dtype, config.param_dtype))
-    passes = micro_batches(config, cluster)
-    link, nodes = cluster.gpu.link, -(-shards // cluster.gpus)
-    if nodes > 1:  # all network cards of a node carry its traffic with other nodes
-        link = min(link, cluster.gpus * cluster.network * 1e9 * nodes / (nodes - 1))
+    passes, (within, between) = micro_batches(config, cluster), _links(config, cluster)
     gathers = 2 * passes if config.reshard != "never" else 1
-    out = ((gradients + others) * gathers * compute + gradients * passes * reduce) * (shards - 1) / shards / link
-    link = cluster.gpu.link if cluster.nodes == 1 else cluster.network * 1e9
-    out += 2 * held * reduce * (replicas - 1) / replicas / link
+    out = ((gradients + others) * gathers * compute + gradients * passes * reduce) * (shards - 1) / shards / within
+    out += 2 * held * reduce * (replicas - 1) / replicas / between
     if config.offload == "cpu":
         out += (3 * held * masters + 2 * frozen * compute) * passes / cluster.gpu.host
     return out

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memory
@@ -59,6 +61,47 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
         gradients = sum(local(p).nbytes for p in built.parameters() if p.requires_grad)
         expected = {"parameters": parameters, "gradients": gradients, "optimizer state": gradients}
         assert memory.state(config, shards) == expected and gradients > 0
+
+
+class Received(memory._Live):
+    """Counts the bytes of existing tensors, and the bytes that come from other ranks."""
+
+    def __init__(self, known, ranks: Ranks):
+        super().__init__(known)
+        self.ranks, self.bytes = ranks.world_size, dict.fromkeys(("shard_dim_alltoall", "all_gather_into_tensor"), 0)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+            return NotImplemented
+        if "wrap_tensor" in op.name():  # its result has no memory
+            return op(*args)
+        out, name = super().__torch_dispatch__(op, types, args, kwargs), op.name().partition("::")[2]
+        if name in self.bytes:
+            size = 8 if name == "shard_dim_alltoall" else args[1]
+            self.bytes[name] += out.nbytes * (size - 1) // size
+        return out
+
+
+@pytest.mark.parametrize("fake_ranks", [16, 64], indirect=True)
+@pytest.mark.parametrize("layers", [3, 20])
+@torch.no_grad()
+def test_muon_receives_the_parts_of_stacks_that_it_needs(fake_ranks, layers, monkeypatch):
+    """On meshes 2 x 8 and 8 x 8, as a GPU exchanges them. The memory is about what is planned."""
+    monkeypatch.setattr("torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True)
+    words = f"--model tiny-llama --dtype fp32 --optimizer muon --n_layers {layers} --shard_size 8 --compile none"
+    config, mesh = parse_args(words.split()), shard.make_mesh(8, fake_ranks)
+    model = train.build(config, fake_ranks, mesh)
+    optimizer, known = make_optimizer(model, config), []
+    optimizer.matrix_group["lr"] = 0.0
+    for p, state in optimizer.state.items():
+        p.grad = torch.zeros_like(p)
+        known += [local(tensor) for tensor in (p, p.grad, *state.values())]
+    for _ in range(2):  # at first, DTensor traces each operator on whole tensors that have no values
+        with Received(known, fake_ranks) as live:
+            optimizer.update(optimizer.matrix_group, torch.ones(()), torch.zeros(()))
+    within, between, peak = memory.muon_stacks(config, fake_ranks.world_size)
+    assert (within, between) == (*live.bytes.values(),)
+    assert 0.75 * peak < max(live.peaks.values()) <= peak
 
 
 SHAPES = [
