@@ -189,10 +189,10 @@ class Saver:
     host's memory, and a thread writes them. Each save waits for the previous save. If an error ends the loop, the
     context manager waits for the save in progress. All ranks must make one."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, data: Loader, run: Run, start: int):
+    def __init__(self, config: Config, run: Run, model: nn.Module, optimizer: Optimizer, data: Loader, start: int):
         """start: the last step before this start of the run."""
         self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
-        self.config, self.ranks = run.config, run.ranks
+        self.config, self.ranks = config, run.ranks
         self.ranks_of_thread = replace(self.ranks, control=self.ranks.saving)
         self.base = base_fingerprint(self.config, self.ranks)
         # A checkpoint after `start` is damaged: otherwise the run would resume from it. A fresh start (0) renames none.

@@ -39,11 +39,12 @@ REPLACES = {"data": "val_data", "epochs": "steps", "steps": "epochs"}  # a flag 
 
 def _flag(
     default, help: str, choices: tuple = (), least: float = 0, below: float = LARGEST,
-    group: str = "", resume: str = "same", needs: tuple = (),
+    group: str = "", resume: str = "same", needs: tuple = (), excludes: tuple = (),
 ):  # fmt: skip
     """least, below: a number's range, without `below`. group: the heading in --help of this flag and those after it.
     resume: on resume, the value must be the same, may change ("free"), or may change if --resume_override names the
-    flag ("override"). needs: the flags without which this one has no effect."""
+    flag ("override"). needs: the flags without which this one has no effect. excludes: (this flag's value, or empty for
+    all that turn it on; the flag or flag and value that it does not go with; the reason, and what to do)."""
     return field(default=default, metadata=locals())  # the arguments by name
 
 
@@ -71,7 +72,16 @@ class Config:
     lora_targets: tuple = _flag(
         (), "projections with adapters, or all; none = --lora_weights', or q,k,v,o,gate,up,down", needs=("lora",)
     )
-    quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"), needs=("lora",))
+    quantize: str = _flag(
+        "none",
+        "nf4 = frozen projections in four bits (QLoRA)",
+        ("none", "nf4"),
+        needs=("lora",),
+        excludes=(
+            ("nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
+            ("nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
+        ),
+    )
     lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs=("weights",))
     data: tuple = may_change_on_resume(
         (),
@@ -110,6 +120,7 @@ class Config:
         "muon = Muon for the matrices of blocks, AdamW for the rest",
         ("adamw", "muon"),
         group="optimizer",
+        excludes=(("muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),),
     )
     lr: float = _tunable(3e-4, "peak learning rate", least=1e-12)
     embed_lr: float = _tunable(0.0, "peak learning rate of embeddings; 0 = --lr")
@@ -119,7 +130,9 @@ class Config:
         "cosine", "after the warm-up; wsd = constant, then linear decay", ("cosine", "linear", "constant", "wsd")
     )
     decay_steps: float = _tunable(
-        0.0, "last step of the decay (0 = --steps), for wsd its length (0 = a fifth); below 1 = a share of --steps"
+        0.0,
+        "last step of the decay (0 = --steps), for wsd its length (0 = a fifth); below 1 = a share of --steps",
+        excludes=(("", "--schedule constant", "it has no decay; remove one"),),
     )
     weight_decay: float = _tunable(0.1, "decoupled weight decay of matrices and embeddings")
     beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
@@ -159,6 +172,11 @@ class Config:
         "off",
         "FP8 products, scaled by tensor, or by row and column; gw_hp = weight gradients in bf16; 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
+        excludes=(
+            ("", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
+            ("row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+            ("row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+        ),
     )
     fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes", needs=("fp8",))
     fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj", needs=("fp8",))
@@ -171,14 +189,25 @@ class Config:
     )
     prefetch: int = may_change_on_resume(1, "units gathered ahead; 0 = FSDP2's order")
     offload: str = may_change_on_resume("none", "parameters, gradients and optimizer on the host", ("none", "cpu"))
-    offload_activations: bool = may_change_on_resume(False, "keep inputs of checkpointed blocks on the host")
+    offload_activations: bool = may_change_on_resume(
+        False,
+        "keep inputs of checkpointed blocks on the host",
+        excludes=(("", "--checkpointing none", "it offloads the block inputs of --checkpointing block"),),
+    )
     checkpointing: str = may_change_on_resume(
         "none",
         "recompute activations: block = all but block inputs; selective = also keeps matrix products and attention",
         ("none", "block", "selective"),
     )
     compile: str = may_change_on_resume(
-        "auto", "torch.compile; auto = block, if it pays and there is a compiler", ("auto", "none", "block", "model")
+        "auto",
+        "torch.compile; auto = block, if it pays and there is a compiler",
+        ("auto", "none", "block", "model"),
+        excludes=(
+            ("model", "--offload cpu", "parameters are fetched block by block: --compile block"),
+            ("model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
+            ("model", "several processes", "FSDP gathers parameters by block: --compile block"),
+        ),
     )
     attention: str = may_change_on_resume(
         "auto", "backend; flash = the flash-attn package", ("auto", "sdpa", "blocked", "varlen", "flash")
@@ -422,7 +451,7 @@ def _read_value(f: Field, words: list[str]):
 
 
 def check_values(c: Config) -> None:
-    """Refuses values that do not fit each other. CONFLICTS has the flags that exclude others."""
+    """Refuses values that do not fit each other."""
     text_fields(c)  # refuses names of no entry
     tunable = fields_that_resume("override")
     fixed = {*c.resume_override} - {*tunable}
@@ -548,21 +577,6 @@ def check_batch(c: Config, world_size: int) -> None:
         )
 
 
-CONFLICTS = (  # two flags, each with its value if only that one conflicts; the reason, and what to do
-    ("--compile model", "--offload cpu", "parameters are fetched block by block: --compile block"),
-    ("--compile model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
-    ("--offload_activations", "--checkpointing none", "it offloads the block inputs of --checkpointing block"),
-    ("--fp8", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
-    ("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
-    ("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
-    ("--decay_steps", "--schedule constant", "it has no decay; remove one"),
-    ("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
-    ("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
-    ("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),
-    ("--compile model", "several processes", "FSDP gathers parameters by block: --compile block"),
-)  # fmt: skip
-
-
 def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     """Refuses flags that exclude each other. world_size: 0 for the flags that a user gives, of which it also refuses
     those that have no effect without another one."""
@@ -571,14 +585,15 @@ def refuse_conflicts(c: Config, world_size: int = 0) -> None:
         given.add("stream")
     if c.lora_weights:
         given.add("lora")  # the adapter's rank
-    for f in FIELDS if world_size == 0 else ():
-        missing = [needed for needed in f.metadata["needs"] if needed not in given]
-        if missing and getattr(c, f.name) not in (f.default, 0):
-            raise UserError(f"--{f.name} has no effect without --{missing[0]}")
     if world_size % c.context_parallel:
         raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
     flags = {f"--{name} {value}" for name, value in c.flags().items()} | {f"--{name}" for name in given}
     flags |= {"several processes"} if world_size > 1 else set()
-    for first, second, reason in CONFLICTS:
-        if flags.issuperset((first, second)):
-            raise UserError(f"{first} with {second}: {reason}")
+    for f in FIELDS:
+        missing = [needed for needed in f.metadata["needs"] if needed not in given]
+        if missing and world_size == 0 and getattr(c, f.name) not in (f.default, 0):
+            raise UserError(f"--{f.name} has no effect without --{missing[0]}")
+        for value, other, reason in f.metadata["excludes"]:
+            mine = f"--{f.name} {value}".strip()
+            if flags.issuperset((mine, other)):
+                raise UserError(f"{mine} with {other}: {reason}")

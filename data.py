@@ -329,6 +329,8 @@ def make_loader(config: Config, rank=0, world_size=1, split="train") -> Loader:
 
 def epochs_as_steps(config: Config, world_size: int) -> Config:
     """Replaces --epochs by the number of steps that it means. Tokenizes text that is not in the cache."""
+    if not config.epochs:
+        return config
     loader = make_loader(config, 0, world_size)
     if loader.streams or len(loader.sources) > 1:
         raise UserError("--epochs needs one source of known length, not a stream or a mixture: give --steps")

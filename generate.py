@@ -56,6 +56,7 @@ from torch.nn.attention import sdpa_kernel
 from attention import WITHOUT_CUDNN
 from base.host import find_device
 from checkpoint import newest
+from config import Config
 from dataset.prepare import knows_text, warn_once
 from hf.chat import chat_template, render_chat
 from hf.families import read_config
@@ -153,10 +154,9 @@ def generate_text(
     yield decode(None)
 
 
-def write_samples(model: Transformer, run: Run, step: int) -> str:
+def write_samples(config: Config, run: Run, model: Transformer, step: int) -> str:
     """A text of the model in training, which is also logged and added to samples.txt. All ranks must call: sharded
     layers are gathered for every token."""
-    config = run.config
     with run.phase("samples"):
         tokenizer = load_tokenizer(config.tokenizer)
         ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]

@@ -71,10 +71,10 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
     return kernel(config.attention, masked, device, DTYPES[config.dtype], heads)
 
 
-def profile_steps(run) -> profile:
-    """torch's profiler for --profile steps of rank 0, from the fourth step of this start on; it writes profile/ when
+def profile_steps(steps: int, run) -> profile:
+    """torch's profiler for `steps` of rank 0, from the fourth step of this start on; it writes profile/ when
     they are done. Call its step() after each step. run: a job.job.Run."""
-    steps, folder = run.config.profile, run.folder / "profile"
+    folder = run.folder / "profile"
     if not steps or run.ranks.rank:
         return profile(schedule=lambda step: ProfilerAction.NONE)
 
@@ -97,9 +97,8 @@ class Log:
     A value that arrives after its step (a save's duration, a sample) gets a separate record with the step's number.
     `with log:` opens the trackers and closes them at the end."""
 
-    def __init__(self, run, model: Transformer, start: int, sources: list[str] = ()):
+    def __init__(self, config: Config, run, model: Transformer, start: int, sources: list[str] = ()):
         """run: a job.job.Run. start: the last finished step. sources: names of the entries of a mixture."""
-        config: Config = run.config
         self.run, self.config, self.ranks, self.clock = run, config, run.ranks, run.clock
         self.file = run.folder / "metrics.jsonl"
         self.flops_per_token = flops_per_token(config)

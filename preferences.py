@@ -165,12 +165,12 @@ def _logp_alone(batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return losses.sum(), (batch.pairs >= 0).sum(), logp
 
 
-def prepare(model, weight_scales, data, val_data, run, resume_from) -> Objective | None:
+def prepare(config, run, model, weight_scales, data, val_data, resume_from) -> Objective | None:
     """The objective of a run; None without --dpo. Gives its Loaders the reference of their pairs: computed before the
     first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
 
     weight_scales: of FP8. data, val_data: for training, and for validation or None."""
-    config, ranks, begin = run.config, run.ranks, time.perf_counter()
+    ranks, begin = run.ranks, time.perf_counter()
     if config.dpo == "none":
         return None
     objective = Objective(*(getattr(config, name) for name in Objective._fields))

@@ -37,26 +37,22 @@ CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
 
-def settle(config: Config, ranks: Ranks, counts_epochs: bool = False) -> Config:
-    """Gives what is `auto` or 0 its value on this machine, which flags.json records. Refuses settings that cannot run
-    here. counts_epochs: also replaces --epochs by steps, which may tokenize for hours. All ranks must call."""
-    config = on_first_rank(lambda: checkpoint.keep_defaults(settle_inputs(config)), ranks)
-    if counts_epochs and config.epochs:
-        config = on_first_rank(lambda: epochs_as_steps(config, ranks.world_size), ranks)
-    config = choose_defaults(config, ranks.device, ranks.world_size)
-    plan.refuse_fp8(config, ranks.device, ranks.world_size)
+def settle(config: Config, ranks: Ranks) -> Config:
+    """Gives what is empty, 0 or `auto` its value here, which flags.json records, and refuses settings that cannot run
+    here. All ranks must call."""
+    device, size = ranks.device, ranks.world_size
+    config = on_first_rank(lambda: settle_inputs(config), ranks)  # the model, its tokenizer, adapters
+    config = on_first_rank(lambda: checkpoint.keep_defaults(config), ranks)  # what the run began with
+    config = on_first_rank(lambda: epochs_as_steps(config, size), ranks)  # may tokenize for hours
+    config = replace(config, dtype=_choose_dtype(config.dtype, device))
+    config = replace(config, compile=_choose_compile(config, device))
+    refuse_conflicts(config, size)
+    shard.mesh_shape(config.shard_size, size)  # refuses a shard size that does not divide the ranks
+    config = replace(config, batch_tokens=split_batch(config, size)[1], lanes=choose_lanes(config, size))
+    plan.refuse_fp8(config, device, size)
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
-    attention = choose_backend(config.attention, ranks.device.type, config.dtype, compiled, config.seq_len, head_dim)
+    attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
     return replace(config, attention=attention)
-
-
-def choose_defaults(config: Config, device: torch.device, world_size: int) -> Config:
-    """Replaces `auto` in dtype and compile, 0 in batch_tokens and lanes; refuses settings that do not fit the ranks."""
-    config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
-    refuse_conflicts(config, world_size)
-    shard.mesh_shape(config.shard_size, world_size)  # refuses a shard size that does not divide the ranks
-    _, batch_tokens = split_batch(config, world_size)
-    return replace(config, batch_tokens=batch_tokens, lanes=choose_lanes(config, world_size))
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> str:
@@ -131,7 +127,7 @@ def imagine_ranks() -> Ranks:
 def check(config: Config) -> int:
     """--check: settles a run as training does, and prints the result. The last line is JSON, for launchers."""
     ranks = imagine_ranks()
-    config = settle(config, ranks, counts_epochs=True)
+    config = settle(config, ranks)
     resume_from, damaged = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
     for message in damaged + config.warnings:

@@ -40,9 +40,8 @@ SMALL += ["--ffn_dim", "16", "--seq_len", "16"]
 def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, start: int = 0):
     """Like train.py, without a loader and a run."""
     data = SimpleNamespace(state_dict=lambda: position)
-    run = {"config": config, "ranks": ranks, "mesh": mesh, "folder": Path(config.out)}
-    run = SimpleNamespace(**run, nonce=32 * "0", phase=nullcontext)
-    return checkpoint.Saver(model, optimizer, data, run, start)
+    run = SimpleNamespace(ranks=ranks, mesh=mesh, folder=Path(config.out), nonce=32 * "0", phase=nullcontext)
+    return checkpoint.Saver(config, run, model, optimizer, data, start)
 
 
 def save(run: Path, step: int, model, optimizer, position: dict, config, *more, **options) -> Path:

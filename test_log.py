@@ -53,11 +53,9 @@ def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size
     config = SimpleNamespace(**sizes, model_config=MODELS["tiny-llama"])
     clock, ranks = Clock(), Ranks(rank, world_size, torch.device("cpu"))
     clock.switch(part)
-    run = SimpleNamespace(
-        config=config, folder=folder, ranks=ranks, clock=clock, phase=clock.part, write_status=mock.Mock()
-    )
+    run = SimpleNamespace(folder=folder, ranks=ranks, clock=clock, phase=clock.part, write_status=mock.Mock())
     with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
-        made = Log(run, SimpleNamespace(dtype=torch.float32, modules=list), start, sources)
+        made = Log(config, run, SimpleNamespace(dtype=torch.float32, modules=list), start, sources)
     made.flops_per_token = FLOPS
     return made
 

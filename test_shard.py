@@ -35,9 +35,9 @@ from base import host
 from base import ranks as rank_module
 from base.disk import ROOT
 from base.errors import Failure, UserError
-from base.ranks import Ranks, gather, init_ranks, on_every_rank, on_first_rank, set_timeout
+from base.ranks import ALONE, Ranks, gather, init_ranks, on_every_rank, on_first_rank, set_timeout
 from base.tensors import local
-from config import CONFLICTS, parse_args, refuse_conflicts
+from config import FIELDS, parse_args, refuse_conflicts
 from dataset import rows
 from model import MODELS, Transformer, random_init
 
@@ -266,17 +266,19 @@ def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, dev
     assert preflight._choose_compile(config, torch.device(device)) == chosen
 
 
-@pytest.mark.parametrize("conflict, words, ranks", [(conflict, *case) for conflict, case in zip(CONFLICTS, [
-    ("--compile model --offload cpu", 1), ("--compile model --offload_activations --checkpointing block", 1),
-    ("--offload_activations --compile none", 1), ("--fp8 tensor --offload cpu --compile none", 2),
-    ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
-    ("--decay_steps 100 --schedule constant", 1),
+EXCLUDED = [(f"--{f.name} {value}".strip(), *rest) for f in FIELDS for value, *rest in f.metadata["excludes"]]
+
+
+@pytest.mark.parametrize("excluded, words, ranks", [(excluded, *case) for excluded, case in zip(EXCLUDED, [
     ("--quantize nf4 --lora 8 --ffn_dim 192 --fp8 tensor", 1),
     ("--quantize nf4 --lora 8 --ffn_dim 192 --offload cpu --compile none", 1), ("--optimizer muon --lora 8", 1),
-    ("--compile model", 2),
+    ("--decay_steps 100 --schedule constant", 1), ("--fp8 tensor --offload cpu --compile none", 2),
+    ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
+    ("--offload_activations --compile none", 1), ("--compile model --offload cpu", 1),
+    ("--compile model --offload_activations --checkpointing block", 1), ("--compile model", 2),
 ], strict=True)], ids=str)  # fmt: skip
-def test_what_does_not_work_together_is_refused(conflict, words, ranks):
-    first, second, reason = conflict
+def test_what_does_not_work_together_is_refused(excluded, words, ranks):
+    first, second, reason = excluded
     with pytest.raises(UserError, match=f"^{re.escape(f'{first} with {second}: {reason}')}$"):
         refuse_conflicts(parse_args(words.split()), ranks)
 
@@ -312,7 +314,7 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, dev
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})
     monkeypatch.setattr(preflight, "cpu_name", lambda: name)
-    assert preflight.choose_defaults(parse_args([]), torch.device("cpu"), 1).dtype == dtype
+    assert preflight.settle(parse_args([]), ALONE).dtype == dtype
 
 
 def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):

@@ -47,25 +47,23 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, t
 
 
 def main(argv: list[str]) -> int:
-    asked = parse_args(argv, trains=True)
-    if asked.check:
-        return preflight.check(asked)
+    config = parse_args(argv, trains=True)
+    if config.check:
+        return preflight.check(config)
     host.set_allocators()
     ranks = init_ranks()
-    config = preflight.settle(asked, ranks)
-    host.set_numerics(config.dtype, config.deterministic)
-    with Run(config, ranks) as run:  # it locks the run folder before anything slow begins
-        if asked.epochs:  # their steps may need hours of tokenizing, and decide whether compiling pays
-            run.config = preflight.settle(asked, ranks, counts_epochs=True)
-        train(run)
+    with Run(config.out, ranks, config.timeout, config.profile > 0) as run:  # before anything slow begins
+        config = preflight.settle(config, ranks)
+        host.set_numerics(config.dtype, config.deterministic)
+        train(config, run)
     if run.exit_code == 0:
         leave(ranks)  # several ranks: the process ends in this call
     return run.exit_code
 
 
-def train(run: Run) -> None:
+def train(config: Config, run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
-    config, ranks = run.config, run.ranks
+    ranks = run.ranks
     resume_from, damaged = checkpoint.find(config, ranks)
     checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
@@ -73,7 +71,7 @@ def train(run: Run) -> None:
     if start >= config.steps or best.reason:
         if not checkpoint.is_finished(config, start):  # its export was interrupted
             run.begin(start)
-            finish(run, start, best)
+            finish(config, run, start, best)
         return on_first_rank(lambda: preflight.say_finished(config, start), ranks)
     run.begin(start, damaged + config.warnings)
     data, val_data, read_weights = preflight.open_inputs(config, resume_from, ranks)
@@ -86,13 +84,13 @@ def train(run: Run) -> None:
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
-    objective = preferences.prepare(model, weight_scales, data, val_data, run, resume_from)
+    objective = preferences.prepare(config, run, model, weight_scales, data, val_data, resume_from)
     spikes = resume_from.manifest.get("spikes", ()) if resume_from else ()
     gradients = Gradients(model, config, ranks, mesh, spikes)
-    saver = checkpoint.Saver(model, optimizer, data, run, start)
-    log = Log(run, model, start, data.names)
+    saver = checkpoint.Saver(config, run, model, optimizer, data, start)
+    log = Log(config, run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    with saver, log, profile_steps(run) as profiler:
+    with saver, log, profile_steps(config.profile, run) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
@@ -120,7 +118,7 @@ def train(run: Run) -> None:
                 log.add(step, **fp8.watched(model))
                 log.draw()
             if todo.sample:
-                log.add(step, sample=write_samples(model, run, step))
+                log.add(step, sample=write_samples(config, run, model, step))
             if todo.stop:
                 break
             run.clock.switch("steps", step)
@@ -128,7 +126,7 @@ def train(run: Run) -> None:
         saver.wait()
     if todo.stop and not best.reason:
         return run.end("stopped", step)
-    finish(run, step, best)
+    finish(config, run, step, best)
 
 
 def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
@@ -259,10 +257,10 @@ def evaluate(
         return {f"val_{name}": value for name, value in zip(names, (sums[1:] / sums[0]).tolist(), strict=True)}
 
 
-def finish(run: Run, step: int, best: checkpoint.Best) -> None:
+def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
     """Exports the best checkpoint, without --keep_best the last one, as a Hugging Face folder, hf/, and records that
     the run is finished. All ranks must call."""
-    config, exported = run.config, best.step or step
+    exported = best.step or step
     with run.phase("export"):
         spec = config.tokenizer if knows_text(config) else ""
         folder = checkpoint.step_folder(run.folder, exported)

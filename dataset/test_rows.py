@@ -132,7 +132,7 @@ def test_lanes_are_chosen_for_the_ranks():
 def test_a_resume_keeps_what_depends_on_the_ranks(tmp_path):
     c = config(write(tmp_path / "d", 1, 1), lanes=0, batch_tokens=0, out=tmp_path / "run")
     folder = tmp_path / "run/checkpoints/step-00000002"
-    assert checkpoint.keep_defaults(c) == c and preflight.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
+    assert checkpoint.keep_defaults(c) == c and preflight.settle(c, Ranks(0, 16, torch.device("cpu"))).lanes == 192
     folder.mkdir(parents=True)
     then = replace(c, batch_tokens=96, lanes=7)
     (folder / "manifest.json").write_text(json.dumps({"config": then.flags()}))

@@ -36,7 +36,6 @@ from base.errors import (
     write_error,
 )
 from base.ranks import Ranks, on_every_rank, on_first_rank
-from config import Config
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 TOGETHER = 2.0  # seconds within which signals are one
@@ -105,19 +104,21 @@ class Run:
     """One job in its run folder: the folder and its lock, log.txt, status.json, signals to stop, the watchdog, where
     time goes, and how it ended. All ranks must enter it together.
 
-        with Run(config, ranks) as run: ...
+        with Run(config.out, ranks) as run: ...
 
     An error inside is shown once, and becomes `exit_code`. A rank that fails sets the end in the store, if it is not
     set, before another rank can fail because of it: this is the first cause, whatever the clocks of the hosts say. Rank
     0 writes it to status.json and log.txt."""
 
-    def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
+    def __init__(self, folder: str, ranks: Ranks, timeout: int = 600, profiles: bool = False):
+        """timeout: as --timeout. profiles: whether the run has a profiler."""
+        self.folder, self.ranks, self.timeout, self.profiles = Path(folder), ranks, timeout, profiles
+        self.clock = Clock()
         self.lock = None  # on rank 0
         self.best = ""  # the message of status.json while there is no other
         self.mesh = None
         self.groups: list[dist.ProcessGroup] = []  # of the model; the watchdog counts their collectives
-        self.hang_limit = max(config.timeout, LONG)
+        self.hang_limit = max(timeout, LONG)
         self.began, self.exit_code = False, 1
         self.ended, self.status_lock = False, threading.Lock()  # ended: status.json tells the end
         self.store = ranks.store or dist.HashStore()
@@ -182,7 +183,7 @@ class Run:
             outcome = bool(vote)
         vote = torch.tensor(int(wants_to_stop))
         self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
-        if self.config.profile:
+        if self.profiles:
             # torch may lose the events of all threads if a thread records its first while the profile ends
             self.pending_vote[0].wait()
         return outcome
@@ -331,7 +332,7 @@ class Watchdog:
 
     def _check_progress(self) -> None:
         phase, now = self.clock.stack[-1], time.perf_counter()
-        waited, limit = now - self.clock.since, self.run.config.timeout
+        waited, limit = now - self.clock.since, self.run.timeout
         may_wait = phase not in ("steps", "data")  # for a rank that makes progress
         if may_wait:
             waited, limit = min(self._idle(), now - self.others_at), self.run.hang_limit

@@ -12,7 +12,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -29,12 +28,12 @@ from test_shard import run_ranks
 
 def vote() -> None:
     ranks = init_ranks()
-    run, answers = guard.Run(guard.Config(), ranks), []
+    run, answers = guard.Run("", ranks), []
     for step in range(6):
         run.stop_reason = "SIGTERM" if step >= 2 and ranks.rank == 1 else ""
         answers.append(run.agrees_to_stop())
     assert answers == [False] * 3 + [True] * 3, answers
-    run = guard.Run(guard.Config(profile=1), ranks)
+    run = guard.Run("", ranks, profiles=True)
     time.sleep(0.3 * ranks.rank)
     run.agrees_to_stop()
     assert run.pending_vote[0].is_completed()
@@ -54,7 +53,7 @@ def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
     monkeypatch.setattr(disk, "LEASE", 0.9)
     before = {number: signal.getsignal(number) for number in guard.STOPS}
-    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
+    run = guard.Run(tmp_path, ALONE)
     run.lock = take_lock(tmp_path)
     run.began, run.clock.step = True, 7
     run.write_status("running", 7)
@@ -130,7 +129,7 @@ def test_hanging_ranks_name_the_one_behind_in_few_requests(monkeypatch, ranks, s
     for rank in range(ranks):
         client = dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=60))
         stores[rank] = mock.Mock(wraps=client)
-        run = guard.Run(guard.Config(), Ranks(rank, ranks, ALONE.device, store=stores[rank]))
+        run = guard.Run("", Ranks(rank, ranks, ALONE.device, store=stores[rank]))
         run.clock.step, run.clock.stack = 6 if rank == 2 else 7, ["saves"]
         with mock.patch.object(guard, "threading"), mock.patch.object(guard.signal, "signal"):
             dogs.append(guard.Watchdog(run))
@@ -241,8 +240,8 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
 def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_json(tmp_path, monkeypatch, capsys):
     """Rank 1 fails first, rank 2 with the same error: it is shown once. The failure of rank 0 follows from it."""
     monkeypatch.setattr(guard.time, "sleep", lambda _: None)
-    store, config = dist.HashStore(), SimpleNamespace(out=str(tmp_path), timeout=600)
-    runs = [guard.Run(config, Ranks(rank, 3, ALONE.device, store=store)) for rank in range(3)]
+    store = dist.HashStore()
+    runs = [guard.Run(tmp_path, Ranks(rank, 3, ALONE.device, store=store)) for rank in range(3)]
     runs[0].began, runs[0].clock.step = True, 7
     runs[0].write_status("running", 7)
     message = "the first\nhas two lines"
@@ -277,7 +276,7 @@ def test_an_error_before_the_run_names_its_rank_and_counts_more_than_a_lost_conn
 
 def test_a_stale_lock_does_not_make_a_folder_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "APPEARS", 1)
-    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
+    run = guard.Run(tmp_path, ALONE)
     run.nonce = "of this job"
     (tmp_path / "lock").write_text("of a job that was killed")
     with pytest.raises(UserError, match="is not rank 0's folder"):
@@ -289,9 +288,9 @@ def test_a_stale_lock_does_not_make_a_folder_shared(tmp_path, monkeypatch):
 def test_a_job_that_torchrun_restarts_tells_its_own_error(tmp_path, monkeypatch):
     """The store is the same."""
     monkeypatch.setattr(guard, "Watchdog", mock.Mock())
-    store, config = dist.HashStore(), SimpleNamespace(out=str(tmp_path), timeout=600)
+    store = dist.HashStore()
     for message in ("of the first start", "of the second start"):
-        with guard.Run(config, Ranks(0, 1, ALONE.device, store=store)) as run:
+        with guard.Run(tmp_path, Ranks(0, 1, ALONE.device, store=store)) as run:
             run.began = True
             raise UserError(message)
         assert read_json(tmp_path / "status.json")["message"] == message
