@@ -42,7 +42,7 @@ WEIGHTS = [
 ]  # fmt: skip
 
 
-def list_files(name: str, revision: str) -> tuple[str, dict]:
+def list_repo(name: str, revision: str) -> tuple[str, dict]:
     """-> (commit, {file: (bytes, hash)}) of a repository on the hub"""
     from huggingface_hub import HfApi
 
@@ -65,7 +65,7 @@ def download(args: argparse.Namespace, command: str) -> None:
     from huggingface_hub.utils import WeakFileLock, filter_repo_objects
 
     repo = split_name(args.repo)
-    commit, files = list_files(args.repo, args.revision)
+    commit, files = list_repo(args.repo, args.revision)
     patterns = PATTERNS[repo["repo_type"]]
     if args.include:
         patterns = {"allow_patterns": args.include, "ignore_patterns": []}

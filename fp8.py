@@ -67,9 +67,7 @@ def make_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     return scale
 
 
-def quantize(
-    x: Tensor, dtype: torch.dtype, dim: int | None = None, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def to_fp8(x: Tensor, dtype: torch.dtype, dim: int | None = None, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """-> (x scale in fp8, scale). With dim None, the scale is one fp32 value (0-dim). Otherwise each slice along dim
     has a scale, which is a power of two."""
     if scale is None:
@@ -128,8 +126,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, quantized, scale, watch, recipe, grad_dtype):
         ctx.recipe, ctx.grad_dtype, ctx.dtype = recipe, grad_dtype, weight.dtype
         dim = None if recipe == "tensor" else 1
-        xq, sx = quantize(x, E4M3, dim)
-        wq, sw = quantize(weight.to(x.dtype), E4M3, dim, scale) if quantized is None else (quantized, scale)
+        xq, sx = to_fp8(x, E4M3, dim)
+        wq, sw = to_fp8(weight.to(x.dtype), E4M3, dim, scale) if quantized is None else (quantized, scale)
         seen = None if watch is None else figures(x, xq, sx)
         if dim is None:
             ctx.save_for_backward(xq, weight if quantized is None else quantized, seen, sx, sw)
@@ -143,16 +141,16 @@ class _Linear(torch.autograd.Function):
         g = g.contiguous()
         if ctx.recipe == "tensor":
             sx, sw = scales
-            gq, sg = quantize(g, ctx.grad_dtype)
-            wq = weight if weight.dtype == E4M3 else quantize(weight.to(g.dtype), E4M3, scale=sw)[0]
+            gq, sg = to_fp8(g, ctx.grad_dtype)
+            wq = weight if weight.dtype == E4M3 else to_fp8(weight.to(g.dtype), E4M3, scale=sw)[0]
             dx = scaled_mm(gq, column_major(wq), sg, sw, g.dtype, False)
             dw = scaled_mm(gq.t().contiguous(), column_major(x), sg, sx, g.dtype, False)
         else:
-            gq, sg = quantize(g, E4M3, 1)
-            wq, sw = quantize(weight.to(g.dtype), E4M3, 0)
+            gq, sg = to_fp8(g, E4M3, 1)
+            wq, sw = to_fp8(weight.to(g.dtype), E4M3, 0)
             dx = scaled_mm(gq, column_major(wq), sg, sw, g.dtype, True)
             if ctx.recipe == "row":
-                (gt, st), (xq, sx) = quantize(g, E4M3, 0), quantize(x, E4M3, 0)
+                (gt, st), (xq, sx) = to_fp8(g, E4M3, 0), to_fp8(x, E4M3, 0)
                 dw = scaled_mm(gt.t().contiguous(), column_major(xq), st.t(), sx, g.dtype, True)
             else:
                 dw = g.t() @ x
@@ -167,14 +165,14 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, ends):
         ctx.save_for_backward(x, weight, ends)
-        (xq, sx), (wq, sw) = quantize(x, E4M3, 1), quantize(weight.to(x.dtype), E4M3, 2)
+        (xq, sx), (wq, sw) = to_fp8(x, E4M3, 1), to_fp8(weight.to(x.dtype), E4M3, 2)
         return grouped_scaled_mm(xq, wq.transpose(1, 2), sx, sw.transpose(1, 2), ends, x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         x, weight, ends = ctx.saved_tensors
         g = g.contiguous()
-        (gq, sg), (wq, sw) = quantize(g, E4M3, 1), quantize(weight.to(g.dtype), E4M3, 1)
+        (gq, sg), (wq, sw) = to_fp8(g, E4M3, 1), to_fp8(weight.to(g.dtype), E4M3, 1)
         dx = grouped_scaled_mm(gq, column_major(wq), sg, sw, ends, g.dtype)
         if g.device.type != "cpu":
             dw = nn.functional.grouped_mm(g.t(), x, offs=ends)
@@ -268,7 +266,7 @@ def convert_linears(
 # ---- once per step
 
 
-def layers(model: nn.Module) -> dict[str, nn.Module]:
+def fp8_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The converted linear layers by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
 
@@ -283,8 +281,8 @@ class WeightScales:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
         """dtype: the compute dtype. fuse: compile the quantization."""
-        self.modules = [m for m in layers(model).values() if m.fp8_recipe == "tensor"]
-        self.watches = [m.fp8_watch for m in layers(model).values() if m.fp8_watch is not None]
+        self.modules = [m for m in fp8_layers(model).values() if m.fp8_recipe == "tensor"]
+        self.watches = [m.fp8_watch for m in fp8_layers(model).values() if m.fp8_watch is not None]
         self.dtype, self.group = dtype, group
         self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
         if not self.modules:
@@ -315,7 +313,7 @@ class WeightScales:
 
 
 def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) -> None:
-    out.copy_(quantize(w.to(dtype), E4M3, scale=scale)[0])
+    out.copy_(to_fp8(w.to(dtype), E4M3, scale=scale)[0])
 
 
 def gather_in_fp8(m: nn.Module, mesh: DeviceMesh) -> None:
@@ -365,7 +363,7 @@ def watched(model: nn.Module) -> dict[str, float]:
     """Figures of the watched layers since the last refresh, of this rank's tokens: "fp8/KIND/OPERAND_FIGURE" -> the
     share of saturated values, of flushed ones, and the error relative to the operand. Waits for the device."""
     out = {}
-    for name, m in layers(model).items():
+    for name, m in fp8_layers(model).items():
         if m.fp8_watch is None or m.fp8_watch.grad is None:
             continue
         for operand, (saturated, flushed, count, signal, error) in zip("xg", m.fp8_watch.grad.tolist(), strict=True):
@@ -391,7 +389,7 @@ def check_run(recipe: str, tokens: int, device: torch.device, dtype: str, compil
         )
 
 
-def convert(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.device) -> str:
+def convert_model(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.device) -> str:
     """Converts the model -> a line about the layers, where those that differ only by their
     numbers count together. If every layer is too small to become faster, as in a model for tests, all are converted.
     Refuses names to skip that match no layer, and a model without any layer that can be converted."""
@@ -407,16 +405,16 @@ def convert(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.
     raise UserError(f"--fp8 {recipe}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
-def prepare(
+def prepare_scales(
     model: nn.Module, mesh: DeviceMesh | None, gathers: bool, accumulates: bool, compiled: bool
 ) -> WeightScales:
     """Sets up the work that FP8 does once per step, and the figures of a middle block. Call it once the parameters are
     allocated. gathers: weights are gathered in FP8. accumulates: steps have several micro-batches. compiled: the
     scales are computed by compiled code."""
-    for m in layers(model.layers[len(model.layers) // 2]).values():
+    for m in fp8_layers(model.layers[len(model.layers) // 2]).values():
         m.fp8_watch = torch.zeros(2, 5, device=held_tensor(m.weight).device, requires_grad=True)
     if mesh is not None and gathers:
-        for m in layers(model).values():
+        for m in fp8_layers(model).values():
             gather_in_fp8(m, mesh["shard"])
     group = None if mesh is None else mesh["shard"].get_group()
     return WeightScales(model, model.dtype, group, accumulates, compiled)

@@ -91,7 +91,7 @@ class KVCache:
         return keys, values
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
+def choose_token(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
     """logits [B, V] -> ids [B] on the CPU. temperature 0: the most probable; top_k: among that many (0 = all); top_p:
     among the most probable that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
     if temperature == 0:
@@ -131,7 +131,7 @@ def sample(
             cache = [KVCache(block.self_attn.window) for block in model.layers]
         with uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
-        new = choose(logits, temperature, top_k, top_p, generator)
+        new = choose_token(logits, temperature, top_k, top_p, generator)
         yield new
         ids = new[:, None]
         text = torch.cat((text, ids), 1)

@@ -137,8 +137,8 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     with META:
         model = Transformer(config.model_config, dtype, config.attention)
     if config.fp8 != "off":
-        fp8.convert(model, config.fp8, config.fp8_skip, META)
-    lora.convert(model, config)
+        fp8.convert_model(model, config.fp8, config.fp8_skip, META)
+    lora.add_adapters(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
     if wrapped:
         model.to(dtype)
@@ -152,7 +152,7 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     if config.compile != "none":  # a compiler keeps products and attention, and computes the rest again
         mode = "selective" if mode == "none" else mode
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
-        for layer in nf4.layers(model).values():
+        for layer in nf4.four_bit_layers(model).values():
             layer.dequantize = lambda codes, *how: codes.new_empty(len(codes), 2 * codes.shape[1], dtype=how[2])
     shard.checkpoint_activations(model, mode)
     return model

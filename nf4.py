@@ -34,7 +34,7 @@ LEVELS = (
 )  # fmt: skip
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [out, in], in a multiple of BLOCK -> (uint8 [out, in / 2], fp32 [out, in / BLOCK]). Llama 3 8B's down_proj
     [4096, 14336] becomes [4096, 7168] and [4096, 224]: 31.5 MiB instead of 112 in bf16."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))  # [out, in / BLOCK, BLOCK]
@@ -49,7 +49,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(
     codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, index: torch.dtype = torch.int32
 ) -> Tensor:
-    """The weight [out, in] in `dtype`, from quantize's two tensors. pairs: the levels of the two codes in each byte,
+    """The weight [out, in] in `dtype`, from to_nf4's two tensors. pairs: the levels of the two codes in each byte,
     fp32 [256, 2]. Uncompiled, a few rows at a time: the fp32 values of a whole weight take more memory than the
     result."""
     rows, width = codes.shape
@@ -92,12 +92,12 @@ class Nf4Linear(nn.Linear):
 
     def fill(self, rows: slice, values: Tensor) -> None:
         """Quantizes these rows of the weight, on the layer's device."""
-        self.codes[rows], self.scales[rows] = quantize(values.to(self.codes.device))
+        self.codes[rows], self.scales[rows] = to_nf4(values.to(self.codes.device))
         levels = torch.tensor(LEVELS, device=self.codes.device)
         self.pairs.copy_(torch.cartesian_prod(levels, levels))
 
 
-def convert(layer: nn.Linear) -> None:
+def convert_linear(layer: nn.Linear) -> None:
     """Replaces the weight of a layer by buffers without values, in place."""
     empty, (N, K) = layer.weight.new_empty, layer.weight.shape
     del layer.weight
@@ -107,11 +107,11 @@ def convert(layer: nn.Linear) -> None:
     layer.pairs = nn.Buffer(empty(256, 2, dtype=torch.float32))
 
 
-def layers(model: nn.Module) -> dict[str, Nf4Linear]:
+def four_bit_layers(model: nn.Module) -> dict[str, Nf4Linear]:
     """The converted layers by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Nf4Linear)}
 
 
 def elements(model: nn.Module) -> int:
     """Values of the quantized weights."""
-    return sum(2 * layer.codes.numel() for layer in layers(model).values())
+    return sum(2 * layer.codes.numel() for layer in four_bit_layers(model).values())

@@ -166,7 +166,7 @@ def refuse_fp8(config: Config, device: torch.device, world_size: int) -> None:
     tokens = split_batch(config, world_size)[0] * config.seq_len // config.context_parallel
     fp8.check_run(config.fp8, tokens, device, config.dtype, config.compile)
     with torch.device("meta"):
-        fp8.convert(transformer.Transformer(config.model_config), config.fp8, config.fp8_skip, device)
+        fp8.convert_model(transformer.Transformer(config.model_config), config.fp8, config.fp8_skip, device)
 
 
 def cluster_here(ranks: Ranks) -> Cluster:

@@ -165,7 +165,7 @@ def _logp_alone(batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return losses.sum(), (batch.pairs >= 0).sum(), logp
 
 
-def prepare(config, run, model, weight_scales, data, val_data, resume_from) -> Objective | None:
+def make_objective(config, run, model, weight_scales, data, val_data, resume_from) -> Objective | None:
     """The objective of a run; None without --dpo. Gives its Loaders the reference of their pairs: computed before the
     first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
 

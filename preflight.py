@@ -116,17 +116,12 @@ def check_tokenizer(config: Config) -> None:
         tokenizer.encode(config.prompt)
 
 
-def imagine_ranks() -> Ranks:
-    """The first of the processes that --check assumes: torchrun's variables give their number, otherwise the devices
-    here."""
+def check(config: Config) -> int:
+    """--check: settles a run as training does, and prints the result. The last line is JSON, for launchers. torchrun's
+    variables give the number of processes, otherwise the devices here."""
     device = host.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     here = torch.cuda.device_count() if device.type == "cuda" else 1
-    return Ranks(0, int(os.environ.get("WORLD_SIZE", here)), device)
-
-
-def check(config: Config) -> int:
-    """--check: settles a run as training does, and prints the result. The last line is JSON, for launchers."""
-    ranks = imagine_ranks()
+    ranks = Ranks(0, int(os.environ.get("WORLD_SIZE", here)), device)
     config = settle(config, ranks)
     resume_from, damaged = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
@@ -183,7 +178,7 @@ def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
     return read
 
 
-def first_values(config: Config, model: Transformer, weights):
+def starting_values(config: Config, model: Transformer, weights):
     """read(name, slices) of the values that training starts from: --weights, or random values, which every rank draws
     itself."""
     if config.weights:
@@ -191,5 +186,5 @@ def first_values(config: Config, model: Transformer, weights):
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     read = weights or random_init(config.model_config, shapes, config.seed)
     if config.lora and not config.lora_weights:
-        read = lora.join(read, lora.first_values(config, shapes))
+        read = lora.join(read, lora.random_adapters(config.model_config, shapes, config.seed))
     return read

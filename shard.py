@@ -145,7 +145,7 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, torch_private.expensive_operators())
     for block in model.layers:
         block.forward = _checkpointed(block.forward, options)
-    for layer in nf4.layers(model).values():
+    for layer in nf4.four_bit_layers(model).values():
         layer.recomputed = mode == "block"  # see Nf4Linear.recomputed
 
 
@@ -347,12 +347,12 @@ def fill_parameters(
     sends = load == "rank0" and ranks.world_size > 1
     if named:
         fill_tensors(named, read, ranks if sends else None)
-    for name, layer in nf4.layers(model).items():
-        quantize = partial(_quantize, layer, f"{name}.weight", read)
+    for name, layer in nf4.four_bit_layers(model).items():
+        fill = partial(_fill_nf4, layer, f"{name}.weight", read)
         if not sends:
-            quantize()
+            fill()
             continue
-        on_first_rank(quantize, ranks)
+        on_first_rank(fill, ranks)
         for buffer in layer.buffers():
             dist.broadcast(buffer, 0)
             disk.advance()
@@ -392,7 +392,7 @@ def _fill(target: Tensor, name: str, slices: Sequence[slice], read: Callable) ->
         target[rows] = values
 
 
-def _quantize(layer: nf4.Nf4Linear, name: str, read: Callable) -> None:
+def _fill_nf4(layer: nf4.Nf4Linear, name: str, read: Callable) -> None:
     slices = slice(0, layer.out_features), slice(0, layer.in_features)
     for rows, values in _read_rows(name, slices, read, FILL_BYTES // (2 * layer.in_features)):
         layer.fill(rows, values)

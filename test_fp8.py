@@ -325,7 +325,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe):
 
 def test_figures():
     x = torch.tensor([448.0, -448.0, 3.0, 2.0**-12, 0.0, 17.0, 1.0, 1.0])  # 17 lies between 16 and 18
-    figures = fp8.figures(x, *fp8.quantize(x, E4M3)).tolist()
+    figures = fp8.figures(x, *fp8.to_fp8(x, E4M3)).tolist()
     assert figures == pytest.approx([2, 1, 8, x.square().sum().item(), 1 + 2.0**-24])
 
 
@@ -335,7 +335,7 @@ def test_watched_layers_say_how_they_round(recipe):
     a layer see the same operands."""
     config, seen = parse_args(["--fp8", recipe, "--compile", "none"]), []
     model = build("tiny-llama", recipe)
-    scales = fp8.prepare(model, None, False, True, config.compile != "none")
+    scales = fp8.prepare_scales(model, None, False, True, config.compile != "none")
     layer = model.layers[1].mlp.down_proj
     layer.register_full_backward_hook(lambda m, gx, gy: seen.append(gy[0].flatten(0, 1)))
     checkpoint_activations(model, "block")
@@ -347,7 +347,7 @@ def test_watched_layers_say_how_they_round(recipe):
     found = fp8.watched(model)
     assert found.keys() == {f"fp8/{kind}/{o}_{f}" for kind in KINDS for o in "xg" for f in FIGURES}
     dtype, dim = (fp8.E5M2, None) if recipe == "tensor" else (E4M3, 1)
-    sums = sum(fp8.figures(g, *fp8.quantize(g, dtype, dim)) for g in seen)
+    sums = sum(fp8.figures(g, *fp8.to_fp8(g, dtype, dim)) for g in seen)
     expected = [sums[0] / sums[2], sums[1] / sums[2], (sums[4] / sums[3]).sqrt()]
     assert [found[f"fp8/down_proj/g_{f}"] for f in FIGURES] == pytest.approx(torch.stack(expected).tolist())
     for kind in KINDS:

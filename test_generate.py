@@ -22,7 +22,7 @@ import checkpoint
 from base.disk import read_json
 from base.errors import UserError
 from dataset.prepare import warn_once, write_shard
-from generate import choose, main, open_source, sample
+from generate import choose_token, main, open_source, sample
 from hf.test_tokenizer import _json, _model
 from hf.tokenizer import ByteTokenizer
 from hf.weights import export_model, export_trained, load_model
@@ -66,7 +66,9 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
     """Frequencies within five standard deviations; tokens that are cut off never come; rows are independent."""
     draws = 20_000
     logits = torch.tensor(PROBABILITIES).log().repeat(draws, 1) + 3.0
-    ids = choose(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0)).view(draws, len(PROBABILITIES))
+    ids = choose_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0)).view(
+        draws, len(PROBABILITIES)
+    )
     for row, probabilities in enumerate(PROBABILITIES):
         frequencies = torch.bincount(ids[:, row], minlength=5) / draws
         for found, p in zip(frequencies.tolist(), kept(probabilities, temperature, top_k, top_p), strict=True):
@@ -113,7 +115,7 @@ def test_sampled_text_follows_the_logits():
     state, how = torch.get_rng_state(), {"temperature": 0.9, "top_k": 20, "top_p": 0.8}
     text, other = run(model, ids, 30, **how, seed=3), run(model, ids, 30, **how, seed=4)
     for _ in range(30):
-        ids = torch.cat((ids, choose(model.logits(ids)[:, -1], 0.9, 20, 0.8, g)[:, None]), 1)
+        ids = torch.cat((ids, choose_token(model.logits(ids)[:, -1], 0.9, 20, 0.8, g)[:, None]), 1)
     assert torch.equal(text, ids[:, 5:]) and not torch.equal(text, other)
     assert torch.equal(torch.get_rng_state(), state)
 

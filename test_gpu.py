@@ -77,7 +77,7 @@ def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
     config, model, grid = make_model(flags, mesh=mesh, compile="none")
     scales, optimizer = (
-        fp8.prepare(model, grid, config.fp8_all_gather, False, config.compile != "none"),
+        fp8.prepare_scales(model, grid, config.fp8_all_gather, False, config.compile != "none"),
         make_optimizer(model, config),
     )
     gradients, batch = Gradients(model, config, Ranks(0, 1, CUDA), grid), make_batch(config)

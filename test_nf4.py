@@ -25,7 +25,7 @@ BASE = replace(MODELS["tiny-llama"], ffn_dim=192)
 
 def dequantized(weight: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
     levels = torch.tensor(nf4.LEVELS)
-    return nf4.dequantize(*nf4.quantize(weight), torch.cartesian_prod(levels, levels), dtype)
+    return nf4.dequantize(*nf4.to_nf4(weight), torch.cartesian_prod(levels, levels), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -36,7 +36,7 @@ def test_each_value_becomes_the_nearest_level(kind, dtype):
     weight = {"heavy tails": weight**5, "zeros": 0 * weight}.get(kind, 0.02 * weight)
     weight = {"constant": weight.abs().mean(), "negative": -weight.abs().mean()}.get(kind, weight) * torch.ones(96, 256)
     weight = weight.to(dtype)
-    codes, scales = nf4.quantize(weight)
+    codes, scales = nf4.to_nf4(weight)
     blocks = weight.double().view(96, 4, 64)
     amax = blocks.abs().amax(2, keepdim=True)
     levels = torch.tensor(nf4.LEVELS, dtype=torch.float64)
@@ -55,12 +55,12 @@ def test_bits_are_those_of_bitsandbytes(dtype):
     functional = pytest.importorskip("bitsandbytes").functional
     weight = torch.randn(256, 512).pow(3).to(dtype)
     codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
-    assert torch.equal(codes.view(256, 256), nf4.quantize(weight)[0])
+    assert torch.equal(codes.view(256, 256), nf4.to_nf4(weight)[0])
     assert torch.equal(functional.dequantize_4bit(codes, state), dequantized(weight, dtype))
 
 
 def test_the_first_value_is_in_the_upper_half_of_a_byte():
-    codes, _ = nf4.quantize(torch.tensor([[1.0, -1.0, 0.0, 0.08] + 60 * [0.0]]))
+    codes, _ = nf4.to_nf4(torch.tensor([[1.0, -1.0, 0.0, 0.08] + 60 * [0.0]]))
     assert codes[0, :3].tolist() == [0xF0, 0x78, 0x77]
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_value_damages_its_block(value):
 def test_a_compiled_layer_saves_no_weight():
     """The compiler would save the first dequantization, if the second was the same computation."""
     layer = Linear(256, 128)
-    nf4.convert(layer)
+    nf4.convert_linear(layer)
     shapes = set()
     step = torch.compile(layer, backend="aot_eager_decomp_partition")
     with saved_tensors_hooks(lambda t: shapes.add((*t.shape,)) or t, lambda t: t):
@@ -95,7 +95,7 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
     for quantize in "nf4", "none":
         flags = f"--weights {base} --lora 3 --lora_targets q,v,up --quantize {quantize}"
         model = Transformer(BASE, torch.bfloat16)
-        lora.convert(model, settled_args(flags.split()))
+        lora.add_adapters(model, settled_args(flags.split()))
         set_dtypes(model, torch.float32)
         adapters = random_init(BASE, {n: tuple(p.shape) for n, p in model.named_parameters()}, 3)
         fill_parameters(model, lora.join(read, adapters))
@@ -104,7 +104,7 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
                 p.data = dequantized(read(name, (slice(None), slice(None))), torch.bfloat16)
         model(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-        assert len(nf4.layers(model)) == 8 * (quantize == "nf4") and len(grads[-1]) == 8
+        assert len(nf4.four_bit_layers(model)) == 8 * (quantize == "nf4") and len(grads[-1]) == 8
     assert all(torch.equal(grads[0][name], grads[1][name]) and grads[0][name].any() for name in grads[0])
 
 

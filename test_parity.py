@@ -179,7 +179,7 @@ def plain_steps(
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass.
     reduces: in as many, whose gradients are rounded to bf16, as their sum is: what --reduce_dtype bf16 does."""
     model = Transformer(cell.shape, dtype)
-    lora.convert(model, cell.config)
+    lora.add_adapters(model, cell.config)
     model.to(dtype)
     fill(model)
     parameters, out = [*trainable_parameters(model).values()], []
@@ -233,7 +233,8 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     config = cell.config
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = train.build(config, ranks, mesh, shard.make_row_group(config.context_parallel, ranks))
-    weight_scales = fp8.prepare(model, mesh, config.fp8_all_gather, cell.accumulate > 1, config.compile != "none")
+    compiled = config.compile != "none"
+    weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, cell.accumulate > 1, compiled)
     optimizer, out = make_optimizer(model, config), []
     optimizer.eps = EPS
     fill(model)

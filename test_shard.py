@@ -183,7 +183,7 @@ def fail_in_reading(ranks: Ranks) -> None:
         with pytest.raises(Failure, match="Input/output error: 'layers.1."):
             shard.fill_parameters(model, read, "rank0", ranks)
     model = Transformer(MODELS["tiny-llama"])
-    nf4.convert(model.layers[1].self_attn.o_proj)
+    nf4.convert_linear(model.layers[1].self_attn.o_proj)
     with pytest.raises(Failure, match="Input/output error: 'layers.1."):
         shard.fill_parameters(model, read, "rank0", ranks, only_frozen=True)
 

@@ -80,11 +80,11 @@ def train(config: Config, run: Run) -> None:
     run.groups = shard.groups_of(mesh, row_group)
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
-    weight_scales = fp8.prepare(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
+    weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
-    objective = preferences.prepare(config, run, model, weight_scales, data, val_data, resume_from)
+    objective = preferences.make_objective(config, run, model, weight_scales, data, val_data, resume_from)
     spikes = resume_from.manifest.get("spikes", ()) if resume_from else ()
     gradients = Gradients(model, config, ranks, mesh, spikes)
     saver = checkpoint.Saver(config, run, model, optimizer, data, start)
@@ -200,8 +200,8 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
     if config.fp8 != "off":
-        logger.info(fp8.convert(model, config.fp8, config.fp8_skip, ranks.device))
-    lora.convert(model, config)
+        logger.info(fp8.convert_model(model, config.fp8, config.fp8_skip, ranks.device))
+    lora.add_adapters(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
     total = sum(p.numel() for p in model.parameters()) + nf4.elements(model)
     trainable = sum(p.numel() for p in trainable_parameters(model).values())
@@ -227,7 +227,7 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
-        shard.fill_parameters(model, preflight.first_values(config, model, read_weights), config.load, ranks)
+        shard.fill_parameters(model, preflight.starting_values(config, model, read_weights), config.load, ranks)
     # All ranks take rank 0's position, and wait here: a rank may read for hours, later collectives wait for --timeout.
     data.load_state_dict(on_first_rank(data.state_dict, ranks))
 

@@ -434,7 +434,7 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     return digest(files, made_with, options, FORMAT)
 
 
-def verify(path: Path) -> None:
+def verify_shards(path: Path) -> None:
     """UserError for a shard, of a folder or alone, that does not fit its header, or its checksum if it has one."""
     files = [Path(file.name) for file in find_files(str(path), "verify")]
     recorded = read_index(files[0].parent).get("files", {})
@@ -523,7 +523,7 @@ def main(argv: list[str], parse_args: Callable) -> None:
     args = vars(Parser(about["flags"], prog=f"data.py {verb}", description=about["help"]).parse_args(argv[1:]))
     if verb == "verify":
         for path in args["path"]:
-            verify(path)
+            verify_shards(path)
         return print("all is as it should be")
     if verb == "prepare" and not args["tokenizer"]:
         raise UserError("data.py prepare needs --tokenizer: bytes, a folder or a hub id")

@@ -22,7 +22,7 @@ from base.ranks import ALONE
 from config import text_fields
 from data import open_data
 from dataset import prepare
-from dataset.prepare import Encoder, TextFile, TextRow, find_files, find_shard, verify
+from dataset.prepare import Encoder, TextFile, TextRow, find_files, find_shard, verify_shards
 from hf.test_tokenizer import _json, _write
 from inputs import settled_args
 from test_download import serve as download_server
@@ -93,7 +93,7 @@ def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name, content):
         assert sum(f["tokens"] for n, f in index["files"].items() if n.startswith(split)) == len(expected)
     assert len(index["files"]) > 4 and max(f["tokens"] for f in index["files"].values()) <= 4000 + longest
     assert index["delimiter"] == 256 and index["fingerprint"] == "bytes"
-    verify(tmp_path / "out")
+    verify_shards(tmp_path / "out")
 
 
 GOOD = jsonl(["good"])
@@ -203,7 +203,7 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
         assert "not prepared to its end" in refused(open_alone, settled_args(["--data", str(tmp_path / "out")]))
     seen[:] = range(at)  # from now on there is no interruption
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole
-    verify(tmp_path / "out")
+    verify_shards(tmp_path / "out")
     assert at == 1 or seen[at] > 1  # finished shards are kept
     count = len(seen)
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and len(seen) == count

@@ -15,7 +15,6 @@ Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's init
 import functools
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 import model as transformer
 import nf4
 from base.errors import UserError
+from config import Config
 from model import Transformer, initial_std, random_init
 from shapes import ModelConfig
 
@@ -34,20 +34,6 @@ PARTS = {
     "down_proj": ("down",),
 }
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those values of a parameter
-
-
-class Settings(Protocol):
-    """The fields of config.Config that adapters need. This file does not import Config."""
-
-    model: str
-    model_config: ModelConfig
-    weights: str
-    lora: int  # rank; 0: no adapters
-    lora_alpha: float
-    lora_targets: tuple[str, ...]
-    quantize: str
-    seq_len: int
-    seed: int
 
 
 def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -62,7 +48,7 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
     return {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)} | mlp
 
 
-def check_flags(config: Settings) -> None:
+def check_flags(config: Config) -> None:
     """Refuses impossible flags, before any file is read."""
     known = sizes(config.model_config)
     unknown = [target for target in config.lora_targets if target not in known]
@@ -74,7 +60,7 @@ def check_flags(config: Settings) -> None:
         raise UserError(f"--quantize nf4: {config.model} has stacked experts, or rows not divisible by 64")
 
 
-def flops_per_token(config: Settings) -> int:
+def flops_per_token(config: Config) -> int:
     """Forward and backward. Frozen weights have no gradient, which saves a third of the work of their products. The
     small work of the adapters is not counted."""
     shape = config.model_config
@@ -105,7 +91,7 @@ def _adapted(cls: type) -> type:
     return type(f"Lora{cls.__name__}", (LoraLinear, cls), {})
 
 
-def convert(model: Transformer, config: Settings) -> None:
+def add_adapters(model: Transformer, config: Config) -> None:
     """Adds the adapters of --lora, freezes all other parameters, and quantizes those of --quantize. In place, before
     the parameters have values, and after a conversion to FP8, which applies to the frozen weights."""
     if not config.lora:
@@ -123,30 +109,30 @@ def convert(model: Transformer, config: Settings) -> None:
             m.lora_A = nn.Parameter(m.weight.new_empty(len(heights) * config.lora, m.in_features))
             m.lora_B = nn.Parameter(m.weight.new_empty(sum(heights), config.lora))
         if parts and config.quantize == "nf4":
-            nf4.convert(m)
+            nf4.convert_linear(m)
         if heights:  # last: an adapter adds to the output of the class below it
             m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, config.lora_alpha / config.lora
 
 
-def meta_model(config: Settings) -> Transformer:
+def meta_model(config: Config) -> Transformer:
     """The model with its adapters on the meta device: shapes and no values."""
     with torch.device("meta"):
         model = Transformer(config.model_config)
-        convert(model, config)
+        add_adapters(model, config)
     return model
 
 
 # ---- values
 
 
-def first_values(config: Settings, shapes: dict[str, tuple[int, ...]]) -> Read:
+def random_adapters(shape: ModelConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> Read:
     """read(name, slices) of new adapters. A is a function of (seed, name, position), like all initial values, and has
     PEFT's variance, 1 / (3 in). B is 0. shapes: of all parameters."""
-    random = random_init(config.model_config, shapes, config.seed)
+    random = random_init(shape, shapes, seed)
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         std = name.endswith("lora_A") / math.sqrt(3 * shapes[name][1])
-        return random(name, slices) * (std / initial_std(config.model_config, name))
+        return random(name, slices) * (std / initial_std(shape, name))
 
     return read
 
@@ -156,7 +142,7 @@ def join(base: Read, adapters: Read) -> Read:
     return lambda name, slices: (adapters if ".lora_" in name else base)(name, slices)
 
 
-def merge(base: Read, adapters: Read, config: Settings) -> Read:
+def merge(base: Read, adapters: Read, config: Config) -> Read:
     """read(name, slices) of a model without adapters: its weights plus the adapters' scale B A, in fp32."""
     adapted = {name: m for name, m in meta_model(config).named_modules() if isinstance(m, LoraLinear)}
 

@@ -50,7 +50,7 @@ def configure(base, targets: str, *flags: str):
 def make(config, adapters=None) -> Transformer:
     """The model of a run. adapters: reads their values; None for random values without zeros."""
     model = Transformer(config.model_config)
-    lora.convert(model, config)
+    lora.add_adapters(model, config)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     adapters = adapters or random_init(config.model_config, shapes, 3)
     shard.fill_parameters(model, lora.join(open_weights(Path(config.weights), config.model_config), adapters))

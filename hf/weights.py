@@ -34,10 +34,11 @@ from base.host import allocate
 from base.hub import local_path
 from base.ranks import ALONE, Ranks, on_every_rank, on_first_rank
 from base.tensors import Slices, TensorFile, assemble, write_file
+from config import Config
 from hf import lora
 from hf.chat import chat_template, render_chat
 from hf.families import FAMILIES, config_json, family, read_config
-from hf.lora import Read, Settings
+from hf.lora import Read
 from hf.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
 from shapes import ModelConfig
@@ -193,7 +194,7 @@ ADAPTER_HARMLESS = {
 }  # fmt: skip
 
 
-def adapter_pieces(config: Settings) -> dict[str, list[Piece]]:
+def adapter_pieces(config: Config) -> dict[str, list[Piece]]:
     """The tensors in PEFT's file for each parameter of the adapters."""
     out, rank = {}, config.lora
     for name, row in pieces(config.model_config).items():
@@ -227,7 +228,7 @@ def adapter_flags(folder: Path) -> dict:
     return {"lora": rank, "lora_alpha": alpha, "lora_targets": tuple(sorted(targets))}
 
 
-def open_adapter(folder: Path, config: Settings) -> Read:
+def open_adapter(folder: Path, config: Config) -> Read:
     """Checks the tensors of a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters."""
     adapter_flags(folder)  # refuses adapters of other kinds
     return _reader(folder, adapter_pieces(config), [TensorFile(folder / "adapter_model.safetensors")], MERGE)
@@ -239,20 +240,20 @@ def open_adapter(folder: Path, config: Settings) -> Read:
 class Trained(Protocol):
     """The part of a checkpoint.Checkpoint that an export reads. This file does not import it."""
 
-    config: Settings
+    config: Config
     model_config: ModelConfig
     manifest: dict
     read_weights: Read
 
 
-def base_fingerprint(config: Settings, ranks: Ranks = ALONE) -> str:
+def base_fingerprint(config: Config, ranks: Ranks = ALONE) -> str:
     """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
     if not (config.lora and config.weights):
         return "0"
     return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
 
 
-def refuse_other_base(config: Settings, fingerprint: str, ranks: Ranks = ALONE) -> None:
+def refuse_other_base(config: Config, fingerprint: str, ranks: Ranks = ALONE) -> None:
     """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
     if base_fingerprint(config, ranks) != fingerprint:
         raise UserError(f"--weights {config.weights} has changed since the adapters were trained on it: restore it")
@@ -418,7 +419,7 @@ ADAPTER_CONFIG = {
 }
 
 
-def export_adapter(config: Settings, read: Read, folder: Path) -> None:
+def export_adapter(config: Config, read: Read, folder: Path) -> None:
     """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. read: of
     hf/lora.py's parameters."""
     rows = [(piece, name) for name, row in adapter_pieces(config).items() for piece in row]
