@@ -105,28 +105,29 @@ def kernel(backend: str, masked: bool, device: torch.device, dtype: torch.dtype,
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa", window: int = 0
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa", window: int = 0,
+    offsets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """q [B, T, H, h], k and v [B, S, K, h] with K dividing H -> [B, T, H, h]. In Llama 3 8B, 4 rows of 2,048 tokens: q
     [4, 2048, 32, 128], k and v [4, 2048, 8, 128].
 
-    mask: None for plain causal attention (then T == S). Boolean [B or 1, 1, T, S]: True where a query sees a key; it
-    must include causality. For the back-ends in PACKED, int32 [N + 1]: the offsets of the N documents in the B T
-    tokens, padded with B T. window: positions that a token sees (then T == S); 0: all before it. Two rows of 4 tokens,
-    the first with documents of 3 and 1 tokens:
+    Without mask and offsets it is plain causal attention (then T == S). mask: boolean [B or 1, 1, T, S], True where a
+    query sees a key; it must include causality. offsets: for the back-ends in PACKED instead, int32 [N + 1], of the N
+    documents in the B T tokens, padded with B T. window: positions that a token sees (then T == S); 0: all before it.
+    Two rows of 4 tokens, the first with documents of 3 and 1 tokens:
 
         tokens             a a a b | c c c c             a plain causal row, T = 4      the same with window = 2
-        mask (offsets)     0, 3, 4, 8, 8, ...                1 . . .                        1 . . .
+        offsets            0, 3, 4, 8, 8, ...                1 . . .                        1 . . .
                                                              1 1 . .                        1 1 . .
                                                              1 1 1 .                        . 1 1 .
                                                              1 1 1 1                        . . 1 1"""
     B, T = q.shape[:2]
     window = window if window < T else 0
-    if mask is None and (backend == "flash" or window and backend == "varlen"):
-        mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
-    if mask is not None and mask.dtype == torch.int32:
+    if mask is None and offsets is None and (backend == "flash" or window and backend == "varlen"):
+        offsets = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
+    if offsets is not None:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the kernel that `kernel` names, with every torch
-            return _packed(q, k, v, mask, backend, window)
+            return _packed(q, k, v, offsets, backend, window)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T or S, h]
     if backend == "blocked":
         return _blocked(q, k, v, mask, window).transpose(1, 2)
@@ -165,10 +166,11 @@ WHOLE = RowPart()
 
 
 def attention_of_part(
-    q: Tensor, k: Tensor, v: Tensor, part: RowPart, mask: Tensor | None, backend: str, window: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, part: RowPart, mask: Tensor | None, backend: str, window: int,
+    offsets: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`attention` for a part of each row, of t = T / N tokens (DeepSpeed-Ulysses, arXiv 2309.14509): q [B, t, H, h], k
-    and v [B, t, K, h] -> [B, t, H, h]. mask: of whole rows. N must divide H.
+    and v [B, t, K, h] -> [B, t, H, h]. mask, offsets: of whole rows. N must divide H.
 
     Each head attends by itself, but needs all tokens. So an exchange gives each of the N models H / N heads of all T
     tokens. After attention another exchange gives it all heads of its part of the tokens. With N = 2, T = 4, H = 4:
@@ -179,23 +181,23 @@ def attention_of_part(
 
     Every model has as many values before as after. Key/value heads are repeated until N divides them."""
     if part.count == 1:
-        return attention(q, k, v, mask, backend, window)
+        return attention(q, k, v, mask, backend, window, offsets)
     N, repeats = part.count, part.count // math.gcd(part.count, k.shape[2])
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     by_part = [x.unflatten(2, (N, -1)) for x in (q, k, v)]  # [B, t, N, H / N or K / N, h]
     heads = [x.shape[3] for x in by_part]
     qkv = part.exchange(torch.cat(by_part, 3).movedim(2, 0))  # [N, B, t, (H + 2K) / N, h]
     q, k, v = qkv.movedim(0, 1).flatten(1, 2).split(heads, 2)  # [B, T, H / N or K / N, h]
-    out = attention(q, k, v, mask, backend, window)
+    out = attention(q, k, v, mask, backend, window, offsets)
     out = part.exchange(out.unflatten(1, (N, -1)).movedim(1, 0))  # [N, B, t, H / N, h]
     return out.movedim(0, 2).flatten(2, 3)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, window: int) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, backend: str, window: int) -> Tensor:
     """The kernels see all rows as one sequence of documents. They get T as the length of the longest document: the true
     maximum would change with the batch and recompile the code.
 
-    The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, in addition to the tokens' sums. With
+    The backward pass keeps fp32 sums of 128 rows per entry of `offsets` and head, in addition to the tokens' sums. With
     many entries, a few heads are computed at a time."""
     (B, T, H, _), K = q.shape, k.shape[2]
     if backend == "flash":
@@ -209,10 +211,10 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, windo
         known = inspect.signature(varlen_attn).parameters  # torch 2.11 and later ones differ
         attend = partial(varlen_attn, **{name: value for name, value in how.items() if name in known})
     turns = [n for n in range(1, H + 1) if H % n == 0 and (K % n == 0 or n % K == 0)]
-    turns = next((n for n in turns if 128 * len(begins) <= 2 * B * T * n), H)
+    turns = next((n for n in turns if 128 * len(offsets) <= 2 * B * T * n), H)
     qs, ks, vs = (t.flatten(0, 1).chunk(turns, 1) for t in (q, k, v))  # [B T, heads, h] each
     at = [i * len(ks) // turns for i in range(turns)]  # heads of one group may go in several turns
-    out = [attend(part, ks[j], vs[j], begins, begins, T, T) for part, j in zip(qs, at, strict=True)]
+    out = [attend(part, ks[j], vs[j], offsets, offsets, T, T) for part, j in zip(qs, at, strict=True)]
     return (out[0] if turns == 1 else torch.cat(out, 1)).view(q.shape)
 
 

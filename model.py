@@ -90,8 +90,10 @@ class Attention(nn.Module):
         self.backend = "sdpa"  # Transformer sets it
         self.part = WHOLE  # shard.share_rows sets it
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
-        """x [B, T, D] -> the same. mask: see attention.attention; for packed back-ends the offsets of documents."""
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, offsets: Tensor | None, cache=None
+    ) -> Tensor:
+        """x [B, T, D] -> the same. mask, offsets: see attention.attention."""
         B, T, _ = x.shape
         qkv = self.qkv_proj(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2K, h]
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 2)
@@ -101,7 +103,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is None or T > 1:  # only the first call with a cache has several tokens: nothing is before them
-            out = attention_of_part(q, k, v, self.part, mask, self.backend, self.window)  # [B, T, H, h]
+            out = attention_of_part(q, k, v, self.part, mask, self.backend, self.window, offsets)
         else:  # one token sees all keys that the cache has kept. Query heads that share a key head become its tokens
             q = q.view(B, self.n_kv_heads, -1, self.head_dim)
             # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
@@ -227,10 +229,11 @@ class Block(nn.Module):
         self.mlp_norm = after(config.dim, config.norm_eps)
 
     def forward(
-        self, x: Tensor, rope=None, mask: Tensor | None = None, cache=None, used: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, rope=None, mask: Tensor | None = None, offsets: Tensor | None = None, cache=None,
+        used: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """x [B, T, D] -> (the same, the router's statistics of the `used` places where there are experts)."""
-        x = x + self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, cache))
+        x = x + self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, offsets, cache))
         y = self.post_attention_layernorm(x)
         y, routed = self.mlp(y, used) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
         return x + self.mlp_norm(y), routed
@@ -527,7 +530,7 @@ class Transformer(nn.Module):
         used: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         assert positions is None or cache is None, "a cache counts the positions itself"
-        mask = None
+        mask = offsets = None
         if positions is None:
             first = cache[0].length if cache else self.part.index * tokens.shape[1]
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
@@ -535,7 +538,7 @@ class Transformer(nn.Module):
             if self.layers[0].self_attn.backend not in PACKED:
                 mask = document_mask(positions)
             else:
-                mask = document_begins(positions) if documents is None else documents
+                offsets = document_begins(positions) if documents is None else documents
             positions = positions.chunk(self.part.count, 1)[self.part.index]
         ropes = {kind: rope_table(self.config, positions, kind) for kind in self.config.layer_kinds}
         x = self.embed_tokens(tokens)
@@ -543,7 +546,7 @@ class Transformer(nn.Module):
             x = x + self.embed_positions(positions)
         x, routed = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
-            x, statistics = block(x, ropes[self.config.kind(i)], mask, cache[i] if cache else None, used)
+            x, statistics = block(x, ropes[self.config.kind(i)], mask, offsets, cache[i] if cache else None, used)
             routed.append(statistics)
         return self.norm(x), routed
 

@@ -150,7 +150,7 @@ def test_varlen_runs_the_kernel_that_the_log_names(heads, window):
     )
     begins = torch.tensor([0, 128, 256], dtype=torch.int32, device=CUDA)
     with torch.profiler.profile() as profile:
-        attention.attention(q, k, v, begins, "varlen", window).sum().backward()
+        attention.attention(q, k, v, None, "varlen", window, begins).sum().backward()
     kernels = {event.key for event in profile.key_averages() if re.search("_attention_(forward|backward)$", event.key)}
     assert kernels == {"aten::_flash_attention_forward", "aten::_flash_attention_backward"}
 
@@ -181,7 +181,7 @@ def test_packed_rows_need_little_memory(entries):
     q, k, v = (torch.zeros(B, T, n, h, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for n in (H, K, K))
     begins = torch.full((entries,), B * T, dtype=torch.int32, device=CUDA)
     begins[0] = 0
-    out = attention.attention(q, k, v, begins, "varlen")
+    out = attention.attention(q, k, v, None, "varlen", 0, begins)
     assert peak_of(lambda: out.backward(torch.zeros_like(out))) < 6 * (q.nbytes + k.nbytes + v.nbytes)
 
 
@@ -219,8 +219,9 @@ def test_attention_kernels_against_fp64(backend, heads, h, documents, window):
     mask = causal(T) & (document[:, None] == document)
     allowed = mask & in_window(T, window)
     given = None if not documents else mask.to(CUDA) if backend == "sdpa" else begins(mask).to(CUDA)
+    how = (given, backend, window) if backend == "sdpa" else (None, backend, window, given)
     inputs = [t.to(CUDA) for t in make_inputs(1, T, heads, torch.bfloat16, h)]
-    compare_with_naive(inputs, allowed, lambda q, k, v: attention.attention(q, k, v, given, backend, window), 2.0**-6)
+    compare_with_naive(inputs, allowed, lambda q, k, v: attention.attention(q, k, v, *how), 2.0**-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bf16 states"])

@@ -492,7 +492,7 @@ def test_packed_kernels_get_the_documents(monkeypatch, heads, window, packed):
     document = (torch.rand(2, 101, generator=seeded(5)) < 0.1 * packed).cumsum(1)  # of random lengths
     mask = (document[:, :, None] == document[:, None, :])[:, None] & causal(101)
     q, k, v, _ = make_inputs(2, 101, heads)
-    found = attention.attention(q, k, v, begins(mask) if packed else None, "varlen", window)
+    found = attention.attention(q, k, v, None, "varlen", window, begins(mask) if packed else None)
     torch.testing.assert_close(found, naive(q, k, v, mask & in_window(101, window)), rtol=1e-5, atol=1e-5)
     narrow = 0 < window < 101
     assert set(calls) == ({(window - 1 if narrow else -1, 0)} if packed or narrow else set())
