@@ -1,5 +1,5 @@
 """Files: JSON objects, atomic writes, retries, free space, kinds of content by their first bytes, reading ahead; and
-the progress that this process reports to the watchdog (job/job.py). Imports no torch.
+the progress that this process reports to the watchdog (job/watchdog.py). Imports no torch.
 
 Whatever moves bytes or rows calls `advance` as it goes: loading, hashing, saving, exporting, tokenizing, downloading.
 The watchdog trusts only these calls, because the kernel counts neither reads of mapped files nor traffic of GPUs. A

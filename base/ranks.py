@@ -79,7 +79,7 @@ def leave(ranks: Ranks) -> None:
 
 def set_timeout(seconds: int, ranks: Ranks, groups: list[dist.ProcessGroup]) -> None:
     """Sets how long collectives of the model and the loss wait for a rank. Their error names nobody: the watchdogs
-    (job/job.py), which name the rank, must always come first."""
+    (job/watchdog.py), which name the rank, must always come first."""
     if ranks.world_size == 1:
         return
     for group in (dist.group.WORLD, *groups):

@@ -1,16 +1,12 @@
-"""Supervises a run: its folder and lock, requests to stop, ranks that hang, and the report of its end.
+"""Supervises a run: its folder and lock, votes to stop, and the report of its end. watchdog.py watches its steps.
 
 All ranks decide the same at the same step. A vote is read one step late, so that no step waits for it."""
 
 import contextlib
-import faulthandler
 import importlib.util
 import json
 import os
 import shutil
-import signal
-import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,12 +18,11 @@ import torch
 import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 
-from base import disk, torch_private
+from base import disk
 from base.disk import lease, write_json
 from base.errors import (
     EXIT,
     FOLLOWED,
-    STOP_REASON,
     UserError,
     describe_error,
     logger,
@@ -36,11 +31,9 @@ from base.errors import (
     write_error,
 )
 from base.ranks import Ranks, on_every_rank, on_first_rank
+from job.watchdog import Watchdog
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-TOGETHER = 2.0  # seconds within which signals are one
 ANSWER = 20.0  # seconds that a stopping rank waits for others
-BEAT = 1.5  # seconds between two reports of a rank to the store
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 PATIENCE = 40.0  # seconds that a job waits for a lock that is being renewed
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
@@ -234,143 +227,6 @@ class Run:
                 logger.error(message)
         if self.ranks.world_size > 1 and state != "stopped":
             time.sleep(2)  # torchrun ends all ranks when one exits: the others also have to report
-
-
-# ---- signals, and ranks that hang
-
-
-class Watchdog:
-    """A thread that votes to stop at a signal of STOPS, or on rank 0 at a request in `logs/stop`, and that ends this
-    process at a second signal or request, when the run folder's lock is lost, or when it hangs.
-
-    Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
-    signal on. The process hangs when no step ends for --timeout seconds, or when no rank makes progress
-    (base/disk.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Each rank
-    reports its position to the store where the ranks met. Only a rank that has waited too long reads the reports. So
-    the rank that is behind is named even if all main threads are blocked, and waiting ranks cost nothing."""
-
-    def __init__(self, run: Run):
-        self.run, self.ranks, self.clock, self.store = run, run.ranks, run.clock, run.store
-        self.stopped_at = 0.0  # when the first request to stop came
-        self.renews = False  # the lock: filelock's thread has given up
-        self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
-        self.ended = False
-        self._beat()  # a rank may stop before its next one
-        for number in STOPS:
-            signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
-        self.signals, self.sender = socket.socketpair()
-        self.signals.settimeout(BEAT)
-        self.sender.setblocking(False)
-        signal.set_wakeup_fd(self.sender.fileno())  # also while the main thread is in C++
-        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
-
-    def _watch(self) -> None:
-        while True:
-            arrived = b""
-            with contextlib.suppress(TimeoutError):
-                arrived = self.signals.recv(64)
-            if self.ended:
-                return
-            self._obey(arrived)
-            if reason := self._lost_lock():
-                self.run.ended = True  # status.json may be another job's by now
-                what = f"the lock is lost, perhaps to another job ({reason})"
-                self._end("failed", f"--out {self.run.folder}: {what}")
-            with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-                self._beat()
-            self._check_progress()
-
-    def _lost_lock(self) -> str:
-        """The proof that the lock is not this job's any more. An error of the disk is none: then this thread renews the
-        lock, because filelock's thread gives up."""
-        lost, path = self.run.lock and self.run.lock.compromise, self.run.folder / "lock"
-        if not lost:
-            return ""
-        if lost.reason != "refresh-failed":
-            return lost.reason
-        if not self.renews:
-            self.renews = True
-            logger.warning(f"{path} cannot be renewed, which is tried again: {lost.error}")
-        try:
-            if lost.token.encode() not in path.read_bytes():
-                return "owner-changed"
-            os.utime(path)
-        except FileNotFoundError:
-            return "marker-missing" * os.path.isdir(self.run.folder)  # which may be unmounted for a while
-        except OSError:
-            pass
-        return ""
-
-    def _obey(self, arrived: bytes) -> None:
-        """arrived: numbers of signals. `launch.sh stop` writes its request for rank 0, empty or "now"."""
-        requests = [number.name for number in STOPS if number in arrived]
-        if self.ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                requests += STOP_REASON, (self.run.folder / "logs" / "stop").read_text()
-        if not requests:
-            return
-        now, reason = time.perf_counter(), requests[0]
-        if not self.run.stop_reason:
-            self.run.stop_reason, self.stopped_at = reason, now
-        if "now" in requests or (reason != STOP_REASON and now - self.stopped_at > TOGETHER):
-            self._end("stopped", f"stopped at once by {reason}, without saving")
-        if self.clock.stack[-1] in ("start", "compile"):  # nothing is to be saved
-            # Of several ranks, status 1 makes torchrun end the others.
-            self._end("stopped", f"stopped by {reason} before the first step", int(self.ranks.world_size > 1))
-
-    def _idle(self) -> float:
-        """Seconds since this rank's last step or progress."""
-        return time.perf_counter() - max(self.clock.since, disk.advanced_at)
-
-    def _beat(self) -> None:
-        """Reports this rank's position: the last step and the number of collectives that it has started."""
-        self.beats += 1
-        groups = [None, self.ranks.control, *self.run.groups] if self.ranks.world_size > 1 else []
-        position = self.clock.step, sum(map(torch_private.count_collectives, groups))
-        text = f"{self.ranks.name} is behind: its last step was {self.clock.step}, it is in {self.clock.stack[-1]!r}"
-        self.store.set(str(self.ranks.rank), json.dumps([self.beats, position, self._idle(), text]))
-
-    def _check_progress(self) -> None:
-        phase, now = self.clock.stack[-1], time.perf_counter()
-        waited, limit = now - self.clock.since, self.run.timeout
-        may_wait = phase not in ("steps", "data")  # for a rank that makes progress
-        if may_wait:
-            waited, limit = min(self._idle(), now - self.others_at), self.run.hang_limit
-        if waited <= limit:
-            return
-        idle, behind = self._ask_all()
-        if may_wait and idle <= limit:
-            self.others_at = now - idle
-            return
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        what = f"After step {self.clock.step}: no step has ended for {waited:.0f} s (limit {limit}), in phase {phase!r}"
-        self._end("failed", "; ".join([what, *behind]))
-
-    def _ask_all(self) -> tuple[float, list[str]]:
-        """-> (seconds since any rank made progress; descriptions of the ranks whose reports do not change within three
-        beats, or else of the ranks that are behind)"""
-        keys = [*map(str, range(self.ranks.world_size))]
-        try:
-            before = self.store.multi_get(keys)
-            for _ in range(3):
-                time.sleep(BEAT)
-                self._beat()
-            after = self.store.multi_get(keys)
-        except RuntimeError:  # the store is gone with its machine
-            return self._idle(), []
-        silent = [rank for rank, report in enumerate(before) if report == after[rank]]
-        _, positions, idle, texts = zip(*map(json.loads, after), strict=True)
-        first, last = min(positions), max(positions)
-        behind = [text for position, text in zip(positions, texts, strict=True) if position == first < last]
-        return min(idle), [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent] or behind
-
-    def _end(self, state: str, what: str, code: int = 1) -> None:
-        """Ends this process with the status `code`."""
-        self.run.report(state, f"{self.ranks.name}: {what}")
-        if state == "stopped":
-            with contextlib.suppress(OSError):
-                (self.run.folder / "logs" / "stop").unlink(missing_ok=True)
-        os._exit(code)
 
 
 # ---- one run folder, one job

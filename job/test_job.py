@@ -22,6 +22,7 @@ from base.disk import read_json
 from base.errors import FOLLOWED, UserError, exit_status
 from base.ranks import ALONE, Ranks, init_ranks, leave
 from job import job as guard
+from job import watchdog
 from job.job import take_lock
 from test_shard import run_ranks
 
@@ -52,7 +53,7 @@ def test_all_ranks_stop_after_the_same_step():
 def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
     monkeypatch.setattr(disk, "LEASE", 0.9)
-    before = {number: signal.getsignal(number) for number in guard.STOPS}
+    before = {number: signal.getsignal(number) for number in watchdog.STOPS}
     run = guard.Run(tmp_path, ALONE)
     run.lock = take_lock(tmp_path)
     run.began, run.clock.step = True, 7
@@ -61,8 +62,8 @@ def watched(tmp_path, monkeypatch):
     def leave(status: int) -> None:
         run.watchdog.ended = [status]
 
-    monkeypatch.setattr(guard.os, "_exit", leave)
-    run.watchdog = guard.Watchdog(run)
+    monkeypatch.setattr(os, "_exit", leave)
+    run.watchdog = watchdog.Watchdog(run)
     yield run
     run.watchdog.ended = run.watchdog.ended or True
     run.lock.release()
@@ -78,7 +79,7 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", guard.STOPS)
+@pytest.mark.parametrize("number", watchdog.STOPS)
 def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
     watched.clock.switch("steps")
     assert not watched.agrees_to_stop()
@@ -106,10 +107,10 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watche
 @pytest.mark.parametrize("rank", ["no", "this", "another", "the only"])
 def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     """In the start, beyond the limit. Nothing else counts, such as what the kernel says of this process's files."""
-    monkeypatch.setattr(guard, "BEAT", 0.0)
+    monkeypatch.setattr(watchdog, "BEAT", 0.0)
     ranks = 1 if rank == "the only" else 2
     watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
-    monkeypatch.setattr(guard.torch_private, "count_collectives", lambda group: 5)
+    monkeypatch.setattr(watchdog.torch_private, "count_collectives", lambda group: 5)
     watched.store.set("1", json.dumps([1, [0, 15], 30.0 if rank == "another" else 90.0, "rank 1 is behind"]))
     watched.hang_limit, long_ago = 60, time.perf_counter() - 90
     monkeypatch.setattr(disk, "advanced_at", time.perf_counter() if rank in ("this", "the only") else 0.0)
@@ -122,8 +123,8 @@ def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
 @pytest.mark.parametrize(("ranks", "silent"), [(1, []), (3, []), (12, []), (6, [4])])
 def test_hanging_ranks_name_the_one_behind_in_few_requests(monkeypatch, ranks, silent):
     """Rank 2 of 3 or more is a step behind. The requests of a rank do not grow with the ranks."""
-    monkeypatch.setattr(guard, "BEAT", 0.3)
-    monkeypatch.setattr(guard.torch_private, "count_collectives", lambda group: 5)
+    monkeypatch.setattr(watchdog, "BEAT", 0.3)
+    monkeypatch.setattr(watchdog.torch_private, "count_collectives", lambda group: 5)
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     named, stores, dogs = {}, {}, []
     for rank in range(ranks):
@@ -131,8 +132,8 @@ def test_hanging_ranks_name_the_one_behind_in_few_requests(monkeypatch, ranks, s
         stores[rank] = mock.Mock(wraps=client)
         run = guard.Run("", Ranks(rank, ranks, ALONE.device, store=stores[rank]))
         run.clock.step, run.clock.stack = 6 if rank == 2 else 7, ["saves"]
-        with mock.patch.object(guard, "threading"), mock.patch.object(guard.signal, "signal"):
-            dogs.append(guard.Watchdog(run))
+        with mock.patch.object(watchdog, "threading"), mock.patch.object(signal, "signal"):
+            dogs.append(watchdog.Watchdog(run))
     signal.set_wakeup_fd(-1)
 
     def ask(rank: int) -> None:
