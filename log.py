@@ -30,7 +30,7 @@ from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
 from base.host import describe_environment, memory_gib, peak_flops
-from base.ranks import gather, on_first_rank
+from base.ranks import on_first_rank, sum_over_ranks
 from config import PROFILE_AFTER, Config
 from curves import draw_runs, read_records
 from hf.lora import flops_per_token
@@ -211,20 +211,19 @@ class Log:
     def _gather(self, data_ms: float) -> dict[str, float]:
         """The figures that need every rank: the longest wait for data and its rank, memory, losses by source and
         experts. Collectives make all ranks equally slow, so step_ms names no slow rank. All ranks must call."""
-        local = data_ms, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
-        local += (self.pair_sums.cpu(),)
-        data_ms, memory, by_source, router_sums, pair_sums = zip(*gather(local, self.ranks), strict=True)
+        tensors, values = [self.by_source, self.router_sums, self.pair_sums], [data_ms, memory_gib(self.ranks.device)]
+        (by_source, router_sums, pair_sums), values = sum_over_ranks(tensors, values, self.ranks)
+        data_ms, memory = zip(*values, strict=True)
         figures = {"data_ms": max(data_ms), "data_rank": data_ms.index(max(data_ms)), "mem_gib": max(memory)}
-        for name, loss, tokens in zip(self.sources, *sum(by_source).tolist(), strict=True):
+        for name, loss, tokens in zip(self.sources, *by_source.tolist(), strict=True):
             if tokens:
                 figures[f"loss_{name}"] = loss / tokens
-        sums = sum(router_sums)
-        if sums.dim():  # of a model with experts
-            *layers, losses, tokens = sums
+        if router_sums.dim():  # of a model with experts
+            *layers, losses, tokens = router_sums
             figures["router_aux_loss"] = (losses[0] / tokens[0]).item()
             loads = sum(layers)  # of each expert, as a multiple of an even share
             figures |= {f"expert_load_{e}": load.item() for e, load in enumerate(loads / loads.mean())}
-        pairs, *totals = sum(pair_sums).tolist()
+        pairs, *totals = pair_sums.tolist()
         if pairs:
             figures |= {name: value / pairs for name, value in zip(FIGURES, totals, strict=True)}
         self.by_source.zero_()

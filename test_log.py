@@ -118,7 +118,7 @@ def test_every_line_has_the_prefix_and_steers_no_terminal(tmp_path, capsys):
 def test_records(tmp_path, passes, monkeypatch):
     """Two ranks, of which the second waits longer for data and needs more memory; the first step compiles. An
     evaluation and a save between records do not count as time of steps."""
-    monkeypatch.setattr(log, "gather", lambda mine, ranks: [mine, (2 * mine[0], 4096.0, *mine[2:])])
+    monkeypatch.setattr(log, "sum_over_ranks", lambda sums, mine, _: (sums, [mine, [2 * mine[0], 4096.0]]))
     monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: work())
     run = make_log(tmp_path, part="compile", world_size=2)
     clock = run.clock

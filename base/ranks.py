@@ -4,6 +4,7 @@ helper              who works       who gets what
 on_every_rank       every rank      each rank its own result
 on_first_rank       rank 0          all ranks its result
 gather              -               all ranks one object of each
+sum_over_ranks      -               all ranks the sums of tensors, and a few numbers of each
 
 An error in work is raised on all ranks."""
 
@@ -16,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from base.errors import Failure, UserError, describe_error
 from base.host import find_device
@@ -123,3 +125,17 @@ def gather(value, ranks: Ranks) -> list:
     out = [None] * ranks.world_size
     dist.all_gather_object(out, value, group=ranks.control)
     return out
+
+
+def sum_over_ranks(tensors: list[Tensor], values: list[float], ranks: Ranks) -> tuple[list[Tensor], list[list[float]]]:
+    """-> (the sums of the tensors over the ranks, fp64 on the host; `values` of every rank), with one all-reduce on the
+    device: reading pickled objects of 1,024 ranks takes every rank a third of a second. All ranks must call."""
+    table = torch.zeros(ranks.world_size, len(values), dtype=torch.float64)
+    table[ranks.rank] = torch.tensor(values)
+    parts = [table, *tensors]
+    flat = torch.cat([part.to(ranks.device, torch.float64).flatten() for part in parts])
+    if ranks.world_size > 1:
+        dist.all_reduce(flat)
+    pieces = flat.cpu().split([part.numel() for part in parts])
+    table, *sums = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+    return sums, table.tolist()

@@ -3,7 +3,7 @@
     python bench/run.py speed [@recipes/NAME.args] [--flag value ...]    tokens/s, against transformers' model
     python bench/run.py fp8 [...]                   tokens/s in bf16 and with each recipe of FP8
     python bench/run.py start [...]                 a run of one step, which ends with its seconds by part
-    python bench/run.py scale                       opens up to 100,000 shards of 15 T tokens on two ranks
+    python bench/run.py scale                       a record on 1,024 ranks; 100,000 shards of 15 T tokens on two
     python bench/run.py golden [--record]           golden losses, as bench/golden.py
 
 speed, fp8 and start take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that

@@ -1,7 +1,8 @@
-"""The scale suite: costs of a start that could grow with the shards of --data, on one machine without a GPU.
+"""The scale suite: costs that could grow with the shards of --data or with the ranks, on one machine without a GPU.
 
-Rank 0 opens sparse files and tells them to another rank, as it would tell every other. Each is a new process. `gib` is
-its peak with Python and torch."""
+First, the time that a record takes each of 1,024 ranks without the network: the router of Qwen3-235B has 96 x 128 sums.
+Then starts: rank 0 opens sparse files and tells them to another rank, as it would tell every other. Each is a new
+process. `gib` is its peak with Python and torch."""
 
 import json
 import os
@@ -14,14 +15,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from base.ranks import Ranks
+from base.ranks import Ranks, sum_over_ranks
 from config import SHARD
 from data import open_data
 from dataset.prepare import HEADER, INDEX
 from inputs import settled_args
 
 SHARDS = 100, 10_000, 100_000
+RECORDS = 100
 TOKENS = 150_000_000  # of a shard: 100,000 of them hold 15 T tokens
 MADE_WITH = {  # the index of a folder of shards, without the files
     "tokenizer": "bytes",
@@ -44,8 +47,19 @@ def open_shards(folder: str, rank: int) -> dict:
     return {"seconds": time.perf_counter() - begin, "gib": gib}
 
 
+def time_record(ranks: int) -> dict:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    sums, begin = [torch.zeros(96, 128)], time.perf_counter()
+    for _ in range(RECORDS):
+        sums, rows = sum_over_ranks(sums, [1.0, 2.0], Ranks(0, ranks, torch.device("cpu")))
+    seconds = (time.perf_counter() - begin) / RECORDS
+    dist.destroy_process_group()
+    return {"ranks": ranks, "record_ms": 1e3 * seconds, "bytes": 8 * (sums[0].numel() + sum(map(len, rows)))}
+
+
 def bench_scale() -> Iterator[dict]:
-    """Writes a folder of shards as `data.py prepare` leaves it, whose bytes are all zero, and opens it."""
+    """A record; then a folder of shards as `data.py prepare` leaves it, whose bytes are all zero, and opens it."""
+    yield time_record(1024)
     for shards in SHARDS:
         with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(2) as pool:
             data = Path(folder, "data")

@@ -40,7 +40,9 @@ def test_a_start_and_the_scale(monkeypatch, capfd):
     total, parts = re.search(r"Time taken: ([\d.]+) seconds \((start .*)\)", capfd.readouterr().out).groups()
     assert float(total) == pytest.approx(sum(float(part.split()[1]) for part in parts.split(", ")), abs=1)
     monkeypatch.setattr(scale, "SHARDS", [3])
-    assert [(row["shards"], row["rank"]) for row in scale.bench_scale()] == [(3, 0), (3, 1)]
+    record, *starts = scale.bench_scale()
+    assert record["bytes"] == 8 * (96 * 128 + 2 * record["ranks"])
+    assert [(row["shards"], row["rank"]) for row in starts] == [(3, 0), (3, 1)]
 
 
 # ---- golden losses
