@@ -19,6 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from base import disk
@@ -152,6 +153,15 @@ def retry(work: Callable, path: Path | str = "", transient: Callable[[Exception]
         time.sleep(wait)
 
 
+def exists(path: Path) -> bool:
+    """Unlike Path.exists, it takes no file for missing because the disk fails."""
+    try:
+        retry(path.stat, path)
+    except MISSING_FILE:
+        return False
+    return True
+
+
 def checksum(path: Path) -> int:
     """The CRC-32 of a file."""
 
@@ -170,16 +180,21 @@ def sample_digest(files: list[Path]) -> str:
     """Identifies the content of files without reading all of it: evenly spaced blocks of each, at most SAMPLE bytes
     together but at least 8 blocks of each file, or 1 of more than MANY. Of files up to SAMPLE bytes together,
     everything is read."""
-    sizes = [path.stat().st_size for path in files]
+    sizes = [retry(path.stat, path).st_size for path in files]
     step, least = max(1, sum(sizes) // SAMPLE) * SAMPLE_BLOCK, 8 if len(files) <= MANY else 1
     digest = hashlib.sha256()
-    for path, size in zip(files, sizes, strict=True):
-        digest.update(b"%d " % size)
+
+    def extended(path: Path, size: int):
+        longer = digest.copy()
+        longer.update(b"%d " % size)
         with open(path, "rb", buffering=0) as file:
             for start in range(0, size, max(SAMPLE_BLOCK, min(step, size // least))):
                 file.seek(start)
-                digest.update(file.read(SAMPLE_BLOCK))
-        disk.advance()
+                longer.update(file.read(SAMPLE_BLOCK))
+        return longer
+
+    for path, size in zip(files, sizes, strict=True):
+        digest = retry(partial(extended, path, size), path)
     return digest.hexdigest()
 
 

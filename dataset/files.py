@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from base.disk import SUBSTITUTES, describe_content, retry
+from base.disk import SUBSTITUTES, describe_content, may_pass, retry
 from base.errors import Failure, Message, UserError, naming
 from base.hub import guard_token, hub_errors
 
@@ -59,7 +59,8 @@ def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]
         if info and info["type"] != "directory":
             infos = [info]
         else:
-            infos = store.glob(glob.escape(path) + "/*" if info else path, detail=True).values()
+            options = {"on_error": _raise_passing} if "file" in store.protocol else {}
+            infos = store.glob(glob.escape(path) + "/*" if info else path, detail=True, **options).values()
     entries = []
     for info in infos:
         if info["type"] != "directory":
@@ -68,6 +69,12 @@ def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]
                 raise UserError(f"{name}: its listed size is {info['size']!r:.40}, which is no number of bytes")
             entries.append((name, info["size"] or 0, next((str(info[key]) for key in VERSIONS if info.get(key)), "")))
     return None if is_local else store, entries
+
+
+def _raise_passing(error: OSError) -> None:
+    """For fsspec, which takes a folder for empty whose disk fails."""
+    if may_pass(error):
+        raise error
 
 
 def find_info(store, path: str) -> dict | None:

@@ -37,6 +37,7 @@ from base.disk import (
     SUBSTITUTES,
     advance,
     describe_content,
+    exists,
     plural,
     read_ahead,
     read_json,
@@ -94,8 +95,8 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     files = [TextFile(*entry, store, text_field) for entry in entries]
     shards = [file for file in files if file.kind == SHARD]
     texts = [file for file in files if file.kind in SUFFIXES]
-    used, folder = (SHARD,) if shards else SUFFIXES, Path(spec).expanduser()
-    listed = read_index(folder).get("files", {}) if files and not store and folder.is_dir() else {}
+    used = (SHARD,) if shards else SUFFIXES
+    listed = read_index(Path(spec).expanduser()).get("files", {}) if files and not store else {}
     if missing := listed.keys() - {os.path.basename(file.name) for file in shards}:
         raise UserError(f"{flag} {spec} lacks {min(missing)}, which its {INDEX} lists: copy or prepare it again")
     others = [
@@ -321,8 +322,12 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
     content = size - HEADER
     if recorded and content in (2 * recorded["tokens"], 4 * recorded["tokens"]):
         return Shard(path, recorded["tokens"], content // recorded["tokens"], HEADER, recorded["sha256"]), None
-    with open(path, "rb", buffering=0) as file:
-        head = file.read(512)
+
+    def read_head() -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(512)
+
+    head = retry(read_head, path)
     if substitute := describe_content(head, SUBSTITUTES):
         raise UserError(f"{path}: {substitute}")
     magic, version, tokens = struct.unpack("<3i", head[:12]) if content >= 0 else (0, 0, 0)
@@ -339,8 +344,8 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
 
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
-    index = read_object(folder / INDEX) if (folder / INDEX).exists() else {}
-    if "position" in index or (folder / "progress.jsonl").exists():  # the latter of version 0.3
+    index = read_object(folder / INDEX) if exists(folder / INDEX) else {}
+    if "position" in index or exists(folder / "progress.jsonl"):  # the latter of version 0.3
         raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
     return index if "fingerprint" in index else {}
 

@@ -228,7 +228,8 @@ open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", b
 
 def _read_part(part: Shard) -> bytes:
     try:
-        return os.pread(open_file(part.path).fileno(), part.width * part.tokens, part.offset)
+        file = open_file(part.path)  # a name, because the cache of another thread may drop and close it
+        return os.pread(file.fileno(), part.width * part.tokens, part.offset)
     except OSError:
         open_file.cache_clear()  # a stale handle of a network file system stays stale
         raise

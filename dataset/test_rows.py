@@ -1,11 +1,18 @@
 """dataset/rows.py: streams, and conversations as rows. Oracles: naive loops over what the test itself wrote, what
 hf/tokenizer.py renders, first-fit as a loop. A local server that cuts and refuses stands for the hub."""
 
+import builtins
+import errno
+import functools
 import gzip
+import io
 import itertools
 import json
+import os
 import re
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import checkpoint
 import preflight
@@ -183,6 +191,79 @@ def test_validation_of_a_stream(tmp_path):
             steps = zip(*loaders, strict=True)
             seen.append([t for ranks in steps for micro in zip(*ranks, strict=True) for b in micro for t in b.tokens])
     assert all(torch.equal(torch.stack(rows), torch.stack(seen[0])) for rows in seen) and len(seen[0]) == 24
+
+
+# ---- disks that fail for a while
+
+
+class Disk:
+    """Reads below a folder fail from the `fault`-th on, for so many seconds of a clock that only waiting advances."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.lock = str(folder), threading.Lock()
+        monkeypatch.setattr("base.disk.time", SimpleNamespace(sleep=self.sleep, perf_counter=time.perf_counter))
+        for module, name in ((builtins, "open"), (os, "stat"), (os, "scandir"), (os, "pread")):
+            monkeypatch.setattr(module, name, functools.partial(self.read, getattr(module, name)))
+        for name in ("info", "open", "get_file"):
+            work = getattr(MemoryFileSystem, name)
+            monkeypatch.setattr(MemoryFileSystem, name, lambda *a, work=work, **how: self.touch() or work(*a, **how))
+
+    def break_at(self, fault, seconds):
+        self.fault, self.seconds, self.clock, self.count, self.begin = fault, seconds, 0, 0, None
+        rows.open_file.cache_clear()
+
+    def sleep(self, seconds):
+        with self.lock:
+            self.clock += seconds
+
+    def touch(self, name=""):
+        with self.lock:
+            self.count += 1
+            if self.count == self.fault:
+                self.begin = self.clock
+            if self.begin is not None and self.clock < self.begin + self.seconds:
+                raise OSError(errno.ESTALE if self.fault % 2 else errno.EIO, "broken", name)
+
+    def read(self, work, path, *args, **how):
+        name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+        if not name.startswith(self.folder):
+            return work(path, *args, **how)
+        self.touch(name)
+        if work is io.open and how.get("buffering", 1):
+            return io.BufferedReader(type("Raw", (io.FileIO,), {"readinto": lambda *args: self.readinto(*args)})(name))
+        return work(path, *args, **how)
+
+    def readinto(self, raw, out):
+        self.touch(raw.name)
+        return io.FileIO.readinto(raw, out)
+
+
+@pytest.mark.parametrize("kind", ["prepared", "bare", "documents", "stream", "store"])
+def test_reads_wait_for_a_disk_that_fails(tmp_path, monkeypatch, kind):
+    """For 90 s at least, whichever read it is, from the first look at --data on. Then the error itself is raised."""
+    (tmp_path / "disk").mkdir()
+    data, shards = write(tmp_path / "disk/text"), tmp_path / "disk/shards"
+    prepare_folder(find_files(data, ""), Encoder("bytes"), shards)
+    if kind == "bare":
+        (shards / "index.json").unlink()
+    data = {"prepared": shards, "bare": shards, "file://": f"file://{data}"}.get(kind, data)
+    c, begun = config(data, stream="on" if kind == "stream" else "off", lanes=0), 0
+    disk = Disk(tmp_path / "disk", monkeypatch)
+
+    def read(fault=0, seconds=0):
+        disk.break_at(fault, seconds)
+        return run(replace(c, cache=str(tmp_path / f"cache-{fault}-{seconds}")), 3)
+
+    expected = read()
+    count = disk.count
+    for i, fault in enumerate(range(1, count + 1, max(1, count // 15))):
+        assert read(fault, (5, 25, 60)[i % 3]) == expected
+        begun += disk.begin is not None  # threads read ahead, and may end earlier
+    assert begun > 4
+    for fault in (1, count // 2):
+        with pytest.raises((OSError, Failure), match="broken"):
+            read(fault, 1e9)
+        assert disk.clock >= 90
 
 
 # ---- the hub
