@@ -1,9 +1,9 @@
 """The machines: which ones a run is on, how to ask them, and whether they are fit to train (`launch.sh doctor`).
 cluster.py runs jobs on them; node.py acts on one machine.
 
-Every launch examines its hosts with `survey`, and so does doctor. Then doctor times a product on each GPU, has all
-hosts sum 64 MiB together, runs train.py's own check on every host, and draws a table with a row for each host. Below
-the table, each problem has a line.
+Every launch examines its hosts with `survey`, and so does doctor. Then doctor times a product on each GPU, repeats it
+and a sum to see that the bits never differ, has all hosts sum 64 MiB together, runs train.py's own check on every host,
+and draws a table with a row for each host. Below the table, each problem has a line.
 
 A *job* is a dictionary that every operation of node.py gets: the settings and flags of the launcher, the words for
 train.py, the environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation

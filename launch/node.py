@@ -34,6 +34,7 @@ MARK = (
     "TORCHELASTIC_ERROR_FILE"  # the variable that all processes of a run have, with a path in the attempt's log folder
 )
 START_LIMIT = 60  # seconds for an agent to appear
+REPETITIONS = 5000  # of a product of 1.1 TFLOP and a sum, by doctor: 10 to 60 seconds
 # The order of an end, besides 0 (the first cause, as job/job.py says): before it, after it, and of an end that another
 # end has caused.
 KILLED, SILENT, FOLLOWED = -1, 10**8, 10**9
@@ -355,9 +356,25 @@ def sweep(request):
     return {}
 
 
+def count_odd(factors, times):
+    """factors: a bf16 matrix on each device. -> of each device, how many of so many repetitions of a product and a sum
+    differ in a bit from its first. The devices work at the same time: some compute wrongly only under load."""
+    import torch
+
+    def compute(x):
+        product, total = x @ x, x.sum(0, dtype=torch.float32)
+        return torch.cat((product.view(torch.int16).flatten(), total.view(torch.int16)))
+
+    first, odd = [compute(x) for x in factors], [0] * len(factors)
+    for _ in range(times):
+        for i, x in enumerate(factors):
+            odd[i] += (compute(x) != first[i]).any()  # without waiting for the device
+    return [int(count) for count in odd]
+
+
 def measure(first, last, port, nodes, *check):
     """Prints, as JSON, this host's version of torch, the speed of a product on each GPU, the MB/s of the sum of 64 MiB
-    over all hosts, the answer of train.py's own check, and problems."""
+    over all hosts, the answer of train.py's own check, and problems, among them GPUs that compute wrongly."""
     node = int(os.environ["GROUP_RANK"])
     choose_interface(node, first, last)
     from datetime import timedelta
@@ -368,10 +385,14 @@ def measure(first, last, port, nodes, *check):
 
     facts = {"torch": f"{torch.__version__} python {platform.python_version()}", "TFLOP/s": []}
     facts["problems"] = [f"lacks {name}" for name in ("tmux", "gcc", "ip") if not shutil.which(name)]
+    factors = []
     for gpu in range(torch.cuda.device_count()):
         torch.cuda.set_device(gpu)
-        x = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        factors.append(x := torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda"))
         facts["TFLOP/s"].append(round(2 * 8192**3 / 1e12 / Timer("x @ x", globals=locals()).blocked_autorange().median))
+    for gpu, odd in enumerate(count_odd(factors, REPETITIONS)):
+        if odd:
+            facts["problems"].append(f"GPU {gpu} computes wrongly: {odd} of {REPETITIONS} results differ: replace it")
     try:
         meeting = dict(init_method=f"tcp://{first}:{port}", rank=node, world_size=int(nodes))
         dist.init_process_group(**meeting, timeout=timedelta(seconds=30))

@@ -1,6 +1,7 @@
 """How an attempt is judged, what is asked of hosts, and the list of hosts: without a launch."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from filelock import SoftFileLease
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -55,6 +57,24 @@ def test_addresses_are_those_that_connections_came_in_at():
         hosts = [Host("h" if a["connection"] else "localhost", last=a) for a in answers]
         settle(hosts, 0)
         assert [h.address for h in hosts] == expected
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [3], [3, 8]])
+@pytest.mark.parametrize("name", ["matmul", "sum"])
+def test_doctor_counts_results_that_differ_in_a_bit(monkeypatch, name, wrong):
+    """Whether the first result or a later one is the wrong one."""
+    factors, numbers = [torch.randn(32, 32, dtype=torch.bfloat16) for _ in range(2)], itertools.count()
+
+    class Device(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            result = super().__torch_function__(function, types, args, kwargs or {})
+            if function is getattr(torch.Tensor, name) and next(numbers) in wrong:
+                result.view(torch.int16).flatten()[-1:].bitwise_xor_(1)
+            return result
+
+    counts = node.count_odd([factors[0], factors[1].as_subclass(Device)], 20)
+    assert counts == [0, 20 if 0 in wrong else len(wrong)] and next(numbers) == 21
 
 
 @pytest.mark.parametrize("gpus, slots, nproc, expected", [
