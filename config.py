@@ -216,6 +216,9 @@ class Config:
     seed: int = _flag(0, "of initialization, data order and samples", least=-(2**63), below=2**63)
     log_every: int = may_change_on_resume(10, "steps between records; 0 = the first and the last only")
     eval_every: int = may_change_on_resume(100, "steps between evaluations; 0 = never")
+    eval_score: str = may_change_on_resume(
+        "", "file of questions to score at each evaluation, as with generate.py --score", needs=("eval_every",)
+    )
     eval_batches: int = may_change_on_resume(10, "batches per evaluation; 0 = all validation data", below=2**20)
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(True, "write checkpoints in the background, from a copy in host memory")
@@ -224,7 +227,7 @@ class Config:
     keep_best: str = may_change_on_resume(
         "none",
         "also keep the checkpoint of the best evaluation by this figure; hf/ exports it",
-        ("none", "val_loss"),
+        ("none", "val_loss", "score_acc"),
         needs=("eval_every",),
     )
     patience: int = may_change_on_resume(
@@ -464,6 +467,7 @@ def check_values(c: Config) -> None:
         (not c.out.isprintable(), f"--out {c.out!r}: a run folder's name must be printable"),  # launchers read it
         (len(c.chat_fields) not in (0, 2, 3), f"--chat_fields {','.join(c.chat_fields)}: expected two or three names"),
         (c.profile and c.steps < warm, f"--profile {c.profile} needs --steps {warm}, not {c.steps}"),
+        (c.keep_best == "score_acc" and not c.eval_score, "--keep_best score_acc needs an --eval_score"),
         (c.min_lr > c.lr, f"--min_lr {c.min_lr} is above --lr {c.lr}"),
         (
             not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len),

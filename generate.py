@@ -1,8 +1,9 @@
-"""Text from a model: sampling with a key/value cache, and conversations.
+"""Text from a model: sampling with a key/value cache, and conversations; and scores of it (score.py).
 
     python generate.py --run runs/default --prompt "The function returns"
     python generate.py --run meta-llama/Llama-3.2-1B-Instruct --chat --prompt "What is a list?" "And a tuple?"
     python generate.py --run runs/default --chat          a conversation: Ctrl-C stops an answer, Ctrl-D ends it
+    python generate.py --run runs/default --score questions.jsonl          on several GPUs: torchrun --nproc-per-node N
 
 The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
 and end as in transformers.
@@ -27,6 +28,8 @@ FLAGS = {
     "--prompt": dict(nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation"),
     "--chat": dict(action="store_true", help="a conversation; without --prompt, each line of the input is a message"),
     "--system": dict(metavar="TEXT", help="the system message of a conversation (implies --chat)"),
+    "--score": dict(metavar="FILE", help="score the rows of a file, as score.py describes them, instead of sampling"),
+    "--out": dict(metavar="FILE", help="a file for the results of each row of --score"),
     "--tokens": dict(default=300, type=within(int, 1), help="new tokens at most (%(default)s)"),
     "--temperature": dict(default=0.8, type=within(float, 0), help="0 = always the most probable token (%(default)s)"),
     "--top_k": dict(default=0, type=within(int, 0), help="choose among the k most probable tokens (0 = all)"),
@@ -42,6 +45,8 @@ FLAGS = {
 def parse(argv: list[str]) -> argparse.Namespace:
     args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
     args.chat |= args.system is not None
+    if args.score and (args.prompt or args.chat) or args.out and not args.score:
+        raise UserError("--score goes without --prompt and --chat, and --out belongs to --score")
     return args
 
 
@@ -53,8 +58,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+import score
 from attention import WITHOUT_CUDNN
-from base.host import find_device
+from base.ranks import init_ranks, leave, on_every_rank
 from checkpoint import newest
 from config import Config
 from dataset.prepare import knows_text, warn_once
@@ -265,10 +271,16 @@ def converse(model: Transformer, source: Source, args: argparse.Namespace) -> No
 
 
 def main(argv: list[str]) -> None:
-    args = parse(argv)
+    args, ranks = parse(argv), init_ranks()
     source = open_source(args.run, args.tokenizer, args.chat)
-    model = empty_model(source.config, DTYPES.get(args.dtype) or source.dtype, find_device(1))
+    rows = on_every_rank(lambda: score.read_rows(args.score, "--score", source), ranks) if args.score else None
+    model = empty_model(source.config, DTYPES.get(args.dtype) or source.dtype, ranks.device)
     fill_parameters(model, source.read)
+    if args.score:
+        results = score.score(model, rows, ranks, shows=True)
+        if ranks.rank == 0:
+            score.report(results, args.out)
+        return leave(ranks)
     if args.chat:
         return converse(model, source, args)
     texts = args.prompt or [""]

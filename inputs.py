@@ -99,8 +99,9 @@ def _refuse_forgotten(c: Config) -> None:
             f"--model {c.model} has a vocabulary of {size}: name --data and, for text, the model's --tokenizer;"
             " `--tokenizer bytes` trains on bytes, or on the built-in text"
         )
-    if c.sample_every and as_bytes and any(shards):
-        raise UserError("--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0")
+    for name in ("sample_every", "eval_score"):
+        if getattr(c, name) and as_bytes and any(shards):
+            raise UserError(f"--{name} needs the --tokenizer of these shards: name it, or leave out --{name}")
 
 
 def _refuse_missing(config: Config) -> None:

@@ -48,6 +48,7 @@ LINE = (  # of a record on the screen, which other programs parse
 MORE = {  # parts of the line for values that only some records have
     "val_loss": ", val loss {val_loss:.5f}",
     "val_bpb": ", {val_bpb:.4f} bits per byte",
+    "score_acc": ", score acc {score_acc:.4f}",
 }
 
 

@@ -7,11 +7,13 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 import checkpoint
 import plan
+import score
 import shard
 from attention import choose_backend
 from base import host
@@ -134,7 +136,7 @@ def check(config: Config) -> int:
         about["state"] = "finished"
         say_finished(config, resume_from.step)
     else:
-        data, _, _ = open_inputs(config, resume_from, ranks)
+        data, *_ = open_inputs(config, resume_from, ranks)
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         about["attention"] = attention_kernel(config, data, ranks.device)
@@ -153,16 +155,29 @@ def say_finished(config: Config, step: int) -> None:
 
 
 def open_inputs(config: Config, resume_from, ranks: Ranks):
-    """Refuses what cannot work -> (data; validation data or None; read(name, slices) of --weights, or None if this rank
-    reads none). All ranks must call."""
+    """Refuses what cannot work -> (data; validation data or None; the rows of --eval_score; read(name, slices) of
+    --weights, or None if this rank reads none). All ranks must call."""
     resumes = resume_from is not None
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
+    questions = on_every_rank(lambda: read_questions(config), ranks)
     if config.keep_best == "val_loss" and not val_data:
         raise UserError("--keep_best val_loss: this run has no validation data")
     read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
-    return data, val_data, read_weights
+    return data, val_data, questions, read_weights
+
+
+def read_questions(config: Config) -> list[dict]:
+    """The rows of --eval_score, encoded as the run's texts."""
+    if not config.eval_score:
+        return []
+    tokenizer, shape = load_tokenizer(config.tokenizer), config.model_config
+    how = SimpleNamespace(tokenizer=tokenizer, bos=True, context=config.trained_length(shape), config=shape)
+    rows = score.read_rows(config.eval_score, "--eval_score", how)
+    if not any("answer" in row for row in rows):
+        raise UserError(f"--eval_score {config.eval_score}: no row has choices")
+    return rows
 
 
 def open_initial_weights(config: Config, resumes: bool, rank: int = 0):

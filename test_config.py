@@ -70,6 +70,7 @@ def test_choices(field):
     needed["lora"] = ["--lora=4", "--ffn_dim=192"]
     for choice in field.metadata["choices"]:
         words = [f"--{field.name}={choice}", *["--dpo_beta=2"] * (choice in ("simpo", "sigmoid_norm"))]
+        words += ["--eval_score=x"] * (choice == "score_acc")
         words += [*(word for flag in field.metadata["needs"] for word in needed.get(flag, []))]
         assert getattr(parse_args(words), field.name) == choice
     message = refused(f"--{field.name}=nonsense")
@@ -169,7 +170,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--steps 1.5", "--steps 1.5: expected integer"), ("--steps", "--steps: expected"), ("--steps 5 stray", "5 stray"),
     ("-x", "-x: expected a flag"), ("--offload_activations maybe", "--offload_activations maybe: expected"),
     ("--stpes 5", "flag --stpes; .* --steps\\? "), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len\\? "),
-    ("--data a.bin --sample_every 5", "--sample_every needs a --tokenizer"),
+    ("--data a.bin --sample_every 5", "--sample_every needs the --tokenizer"),
     ("--model lama2-7b", "unknown; did you mean llama2-7b\\? --help lists all"), ("--foo", "flag --foo; --help"),
     ("--model Llama-3-8B", "did you mean llama3-8b"), ("--model a/b", "unknown; --help lists all"),
     ("--data a.txt recipes/gpt2-124m.args", "gpt2-124m.args: expected a flag, or a recipe as in @"),

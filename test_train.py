@@ -123,13 +123,19 @@ def test_rows_that_ranks_share_train_like_whole_rows(tmp_path, text):
     (tmp_path / "b.jsonl").write_text(40 * (json.dumps({"messages": turns}) + "\n"))
     flags = [*FAST, "--model", "tiny-mixtral", "--data", f"{text}:2", f"{tmp_path / 'b.jsonl'}:1", "--log_every", 1]
     flags += ["--eval_every", 1, "--batch_tokens", 512, "--documents", "separate", "--schedule", "constant"]
+    questions = [
+        json.dumps({"prompt": f"{i} and {i} make", "choices": [f"{2 * i}", "7", "x"], "answer": 0}) for i in range(7)
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(questions))
+    flags += ["--eval_score", tmp_path / "q.jsonl"]
     train(*flags, "--steps", 4, "--save_every", 1, "--keep", 4, "--out", tmp_path / "one")
     resume = ["--resume", tmp_path / "one/checkpoints/step-00000001"]
     for steps, ranks in ((2, 2), (3, 4), (4, 1)):
         more = ["--steps", steps, "--context_parallel", ranks, "--sample_every", 2 * (ranks == 2), *resume]
-        train(*flags, *more, "--out", tmp_path / "shared", ranks=ranks)
+        train(*flags, *more, "--out", tmp_path / "shared", ranks=ranks, code="import score; score.BATCH_TOKENS = 64")
         resume = []
     kept = ("loss", "grad_norm", "val_loss", "router_aux_loss", "loss_numbers.txt", "loss_b.jsonl", "expert_load_0")
+    kept += ("score_acc", "score_acc_norm")
     one, shared = ([[r.get(name) for name in kept] for r in records(tmp_path / name)] for name in ("one", "shared"))
     assert len(one) == len(shared) + 1 == 4 and None not in one[3]
     for ours, theirs in zip(shared, one[1:], strict=True):

@@ -30,6 +30,7 @@ import nf4
 import plan
 import preferences
 import preflight
+import score
 import shard
 from base import disk, host
 from base.disk import human
@@ -74,7 +75,7 @@ def train(config: Config, run: Run) -> None:
             finish(config, run, start, best)
         return on_first_rank(lambda: preflight.say_finished(config, start), ranks)
     run.begin(start, damaged + config.warnings)
-    data, val_data, read_weights = preflight.open_inputs(config, resume_from, ranks)
+    data, val_data, questions, read_weights = preflight.open_inputs(config, resume_from, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)
@@ -104,7 +105,7 @@ def train(config: Config, run: Run) -> None:
             stops = run.agrees_to_stop(saver.failed)  # all ranks vote; several answer one step late
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
-            val = evaluate(model, val_data, run, objective) if todo.evaluate and val_data else {}
+            val = evaluate(model, val_data, run, objective, questions) if todo.evaluate else {}
             todo.save |= best.update(step, val)
             todo.stop |= bool(best.reason)
             if todo.record:
@@ -234,14 +235,16 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, data: Loader, run: Run, objective: preferences.Objective | None = None
-) -> dict[str, float]:
-    """Means per unit over the validation batches: val_loss, with an objective also its figures. All ranks must call."""
+    model: Transformer, data: Loader | None, run: Run, objective: preferences.Objective | None = None,
+    questions: list[dict] = (),
+) -> dict[str, float]:  # fmt: skip
+    """Means per unit over the validation batches: val_loss, with an objective also its figures. score_acc and the like:
+    of the questions of --eval_score. All ranks must call."""
     names = ["loss", *preferences.FIGURES] if objective else ["loss"]
     sums = torch.zeros(1 + len(names), dtype=torch.float64, device=run.ranks.device)  # units, then the figures
     model.eval()  # the compute dtype, not FP8
     with run.phase("evaluation"):
-        for micro_batches in data:
+        for micro_batches in data or ():
             for batch in micro_batches:
                 sums[0] += batch.units()
                 batch = batch.to(run.ranks.device)
@@ -254,7 +257,9 @@ def evaluate(
         model.train()
         if run.ranks.world_size > 1:
             torch.distributed.all_reduce(sums)
-        return {f"val_{name}": value for name, value in zip(names, (sums[1:] / sums[0]).tolist(), strict=True)}
+        means = dict(zip(names, (sums[1:] / sums[0]).tolist(), strict=True)) if data else {}
+        scores = score.summarize(score.score(model, questions, run.ranks)) if questions else {}
+    return {f"val_{name}": value for name, value in means.items()} | {f"score_{k}": v for k, v in scores.items()}
 
 
 def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:

@@ -164,6 +164,18 @@ class TextRow(NamedTuple):
     val: bool = False  # held out for validation
     begins: bool = True  # False: it continues the document of the row before
 
+    def fields(self, name: str = "text") -> dict:
+        """Its fields; a text is the field `name`. UserError if it is damaged."""
+        content = self.content
+        if isinstance(content, bytes):
+            try:
+                content = json.loads(content)  # also after a BOM, with which Windows begins files
+            except (ValueError, RecursionError) as e:
+                raise UserError(f"not JSON in UTF-8: {e}") from None
+        if isinstance(content, str):
+            content = {name: content}
+        return content if isinstance(content, dict) else {}
+
 
 def kind_of(name: str) -> str:
     """The suffix that tells a file's format, without .gz."""

@@ -172,15 +172,8 @@ class Encoder(NamedTuple):
     def read(self, row: TextRow) -> tuple[str, list[tuple[list[dict], dict, dict]]]:
         """-> (the text of a document, []), or ("", what find_messages returns for a conversation, or for the two of a
         pair). UserError if it is a bad row."""
-        content, name = row.content, self.text_field or "text"
-        if isinstance(content, bytes):
-            try:
-                content = json.loads(content)  # also after a BOM, with which Windows begins files
-            except (ValueError, RecursionError) as e:
-                raise UserError(f"not JSON in UTF-8: {e}") from None
-        if isinstance(content, str):
-            content = {name: content}
-        fields = content if isinstance(content, dict) else {}
+        name = self.text_field or "text"
+        fields = row.fields(name)
         if self.pairs:
             return "", find_pair(fields, self.chat_fields)
         text = fields.get(name)

@@ -405,6 +405,10 @@ def export_run(saved: Trained, run: Path, ranks: Ranks, spec: str) -> None:
     except UserError as e:
         return logger.warning(f"No export to hf/: {e}")
     export_trained(saved, run / "hf", torch.float32, ranks, spec, replaces=True)
+    if spec:
+        bos = "" if load_tokenizer(spec).adds_bos else ",add_bos_token=True"
+        lm_eval = f"lm_eval --model hf --model_args pretrained={run}/hf{bos} --tasks hellaswag"
+        logger.info(f"For scores, `pip install 'lm_eval[hf]'` in another environment: {lm_eval}")
     if saved.config.lora:
         on_first_rank(lambda: export_adapter(saved.config, saved.read_weights, run / "adapter"), ranks)
 
