@@ -3,7 +3,7 @@
     python generate.py --run runs/default --prompt "The function returns"
     python generate.py --run meta-llama/Llama-3.2-1B-Instruct --chat --prompt "What is a list?" "And a tuple?"
     python generate.py --run runs/default --chat          a conversation: Ctrl-C stops an answer, Ctrl-D ends it
-    python generate.py --run runs/default --score questions.jsonl          on several GPUs: torchrun --nproc-per-node N
+    torchrun --nproc-per-node 8 -- generate.py --run runs/default --score questions.jsonl        or one process: python
 
 The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
 and end as in transformers.

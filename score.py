@@ -48,11 +48,13 @@ def read_rows(path: str, flag: str, source) -> list[dict]:
 
 def _encode(fields: dict, source) -> dict:
     prompt, answer = fields.get("prompt", fields.get("messages")), fields.get("answer")
-    choices, text = fields.get("choices", ()), fields.get("text")
-    if text and not choices:
+    choices, text = fields.get("choices"), fields.get("text")
+    if text and isinstance(text, str) and choices is None:
         return {"parts": _windows(text, source), "bytes": len(text.encode())}
+    if not (isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)):
+        choices = []
     answer = choices.index(answer) if answer in choices else answer
-    if prompt is None or answer not in range(len(choices)) or not all(choices):
+    if not isinstance(prompt, str | list) or answer not in range(len(choices)):
         raise UserError("expected a text, or prompt or messages, choices, and answer, which is a choice or its index")
     parts = [_choice(prompt, choice, source) for choice in choices]
     return {"parts": parts, "answer": answer, "lengths": [*map(len, choices)]}

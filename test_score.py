@@ -128,6 +128,8 @@ def test_texts_have_the_losses_of_transformers(tmp_path, hub, capsys, name):  # 
     ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", ""], "answer": 0}, "expected a text, or prompt"),
+    ({"prompt": "a", "choices": [1, 2], "answer": 1}, "expected a text, or prompt"),
+    ({"text": 7}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", "123456789"], "answer": 0}, "'123456789' has 10 tokens, expected 1 to 8"),
 ])  # fmt: skip
 def test_bad_rows_are_named(tmp_path, row, message):
