@@ -142,7 +142,7 @@ class Best:
         self.since += 1
         if value < self.value:
             self.value, self.step, self.since = value, step, 0
-        if 0 < self.patience <= self.since:
+        if self.step and 0 < self.patience <= self.since:
             self.reason = f"--patience {self.patience}: no better {self.name} since step {self.step}"
         return self.step == step or bool(self.reason)
 

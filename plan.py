@@ -240,13 +240,14 @@ def summary(plan: Plan) -> str:
     config, cluster, gpu = plan.config, plan.cluster, plan.cluster.gpu
     needs = ", ".join(f"each {place} needs {plan.needs(place):,.0f} GiB" for place in plan.lacking())
     parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
+    best = ", the best" * (config.keep_best != "none")
     lines = [
         f"{config.model}, {parameters / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
         f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}:"
         f" {f'it does not fit: {needs}' if needs else 'it fits'}.",
         f"each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB",
         f"each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB (--host_gib)",
-        f"disk: {amount(checkpoint_bytes(config))} a checkpoint; --keep {config.keep} and the one being written",
+        f"disk: {amount(checkpoint_bytes(config))} a checkpoint; --keep {config.keep}{best} and the one being written",
     ]
     if not needs:
         rate = config.batch_tokens / plan.seconds / cluster.ranks

@@ -29,7 +29,7 @@ from base.ranks import Ranks, gather
 from dataset.prepare import find_files
 from hf.chat import chat_template, render_chat
 from model import IGNORE, Transformer
-from shard import free_gathered, uncompiled, whole_rows
+from shard import uncompiled, whole_rows
 
 BATCH_TOKENS = 2**14  # of a forward pass of a rank
 Z = 1.96  # standard deviations of a normal distribution within which 95 % lie
@@ -86,24 +86,22 @@ def _choice(prompt: str | list[dict], choice: str, source) -> tuple[list[int], i
 @torch.no_grad()
 def score(model: Transformer, rows: list[dict], ranks: Ranks, shows: bool = False) -> list[dict]:
     """The result of each row: `scores`, the summed log-probabilities of its parts, and what follows from them. Parts of
-    about equal length are computed together, the longest first. shows: a progress bar. All ranks must call."""
+    about equal length are computed together, the longest first. The model is in its evaluation mode. shows: a progress
+    bar. All ranks must call."""
     from huggingface_hub.utils import tqdm
 
-    parts, found, trains = [part for row in rows for part in row["parts"]], {}, model.training
+    parts, found = [part for row in rows for part in row["parts"]], {}
     order, batches = sorted(range(len(parts)), key=lambda i: -len(parts[i][0])), []
     while order:
         size = max(1, BATCH_TOKENS // len(parts[order[0]][0]))
         batches.append(order[:size])
         order = order[size:]
-    model.eval()
     with uncompiled(), whole_rows(model), sdpa_kernel(WITHOUT_CUDNN):  # neither plans a kernel for every length
         for first in tqdm(range(0, len(batches), ranks.world_size), "Scoring", disable=ranks.rank > 0 or not shows):
             batch = batches[min(first + ranks.rank, len(batches) - 1)]  # a sharded model needs all ranks in each pass
             losses = _losses(model, [parts[i] for i in batch], ranks.device)
             found |= zip(batch, losses, strict=True)
             disk.advance()
-    free_gathered(model)
-    model.train(trains)
     for others in gather(found, ranks):
         found |= others
     losses = (found[i] for i in range(len(parts)))
@@ -149,9 +147,8 @@ def summarize(results: list[dict]) -> dict[str, float]:
 
 def interval(share: float, n: int) -> str:
     """Wilson's 95 % interval of a share of n rows."""
-    middle, half = share + Z * Z / (2 * n), Z * math.sqrt(share * (1 - share) / n + (Z / (2 * n)) ** 2)
-    low, high = ((middle + side) / (1 + Z * Z / n) for side in (-half, half))
-    return f"({low:.4f} to {high:.4f}, {n} rows)"
+    middle, half = share * n + Z * Z / 2, Z * math.sqrt(share * (1 - share) * n + Z * Z / 4)
+    return f"({(middle - half) / (n + Z * Z):.4f} to {(middle + half) / (n + Z * Z):.4f}, {n} rows)"
 
 
 def report(results: list[dict], out: str | None) -> None:

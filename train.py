@@ -253,12 +253,12 @@ def evaluate(
                 if objective:
                     sums[2:] += details.figures
                 disk.advance()
+        scores = score.summarize(score.score(model, questions, run.ranks)) if questions else {}
         shard.free_gathered(model)
         model.train()
         if run.ranks.world_size > 1:
             torch.distributed.all_reduce(sums)
         means = dict(zip(names, (sums[1:] / sums[0]).tolist(), strict=True)) if data else {}
-        scores = score.summarize(score.score(model, questions, run.ranks)) if questions else {}
     return {f"val_{name}": value for name, value in means.items()} | {f"score_{k}": v for k, v in scores.items()}
 
 
