@@ -43,8 +43,9 @@ def _flag(
 ):  # fmt: skip
     """least, below: a number's range, without `below`. group: the heading in --help of this flag and those after it.
     resume: on resume, the value must be the same, may change ("free"), or may change if --resume_override names the
-    flag ("override"). needs: the flags without which this one has no effect. excludes: (this flag's value, or empty for
-    all that turn it on; the flag or flag and value that it does not go with; the reason, and what to do)."""
+    flag ("override"). needs: the flags, alone or with a value, without which this one has no effect. excludes: (this
+    flag's value, or empty for all that turn it on; the flag, or flag and value, that it does not go with; the reason,
+    and what to do)."""
     return field(default=default, metadata=locals())  # the arguments by name
 
 
@@ -150,9 +151,9 @@ class Config:
     dpo_beta: float = _flag(
         0.0, "how strongly the reference holds the model; 0 = 0.1 for sigmoid and ipo", needs=("dpo",)
     )
-    simpo_gamma: float = _flag(0.5, "margin of --dpo simpo", needs=("dpo",))
+    simpo_gamma: float = _flag(0.5, "margin of --dpo simpo", needs=("dpo simpo",))
     label_smoothing: float = _flag(
-        0.0, "share of pairs whose label is wrong, for --dpo sigmoid", below=0.5, needs=("dpo",)
+        0.0, "share of pairs whose label is wrong, for --dpo sigmoid", below=0.5, needs=("dpo sigmoid",)
     )
     dpo_sft: float = _flag(0.0, "weight of the chosen answer's mean cross-entropy", needs=("dpo",))
     dtype: str = _flag(
@@ -459,9 +460,6 @@ def check_values(c: Config) -> None:
     tunable = fields_that_resume("override")
     fixed = {*c.resume_override} - {*tunable}
     warm, pairs = PROFILE_AFTER + c.profile, c.dpo != "none"
-    kinds = {"simpo_gamma": "simpo", "label_smoothing": "sigmoid"}
-    changed = [name for name in kinds if getattr(c, name) != getattr(Config, name)]
-    unused = [name for name in changed if c.dpo not in ("none", kinds[name])]
     _refuse_first(
         (fixed, f"--resume_override {', '.join(fixed)}: expected {', '.join(tunable)}; others need a new --out"),
         (not c.out.isprintable(), f"--out {c.out!r}: a run folder's name must be printable"),  # launchers read it
@@ -474,7 +472,6 @@ def check_values(c: Config) -> None:
             f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}",
         ),
         (pairs and not c.dpo_beta, f"--dpo {c.dpo} needs a --dpo_beta: 2 for simpo, 5 for sigmoid_norm are usual"),
-        (unused, f"--{'--'.join(unused)} is not for --dpo {c.dpo}: remove it"),
         (
             pairs and (c.stream or c.context_parallel > 1),
             "--dpo works neither with --stream nor with --context_parallel",
@@ -584,17 +581,14 @@ def check_batch(c: Config, world_size: int) -> None:
 def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     """Refuses flags that exclude each other. world_size: 0 for the flags that a user gives, of which it also refuses
     those that have no effect without another one."""
-    given = {name for name, value in c.flags().items() if value not in (0, "", "off", "none")}
-    if any("://" in entry for entry in c.data + c.val_data):
-        given.add("stream")
-    if c.lora_weights:
-        given.add("lora")  # the adapter's rank
+    on = [name for name, value in c.flags().items() if value not in (0, "", "off", "none")]
+    on += ["stream"] * any("://" in entry for entry in c.data + c.val_data) + ["lora"] * bool(c.lora_weights)
+    flags = {f"--{name} {value}" for name, value in c.flags().items()} | {f"--{name}" for name in on}
+    flags |= {"several processes"} if world_size > 1 else set()
     if world_size % c.context_parallel:
         raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
-    flags = {f"--{name} {value}" for name, value in c.flags().items()} | {f"--{name}" for name in given}
-    flags |= {"several processes"} if world_size > 1 else set()
     for f in FIELDS:
-        missing = [needed for needed in f.metadata["needs"] if needed not in given]
+        missing = [needed for needed in f.metadata["needs"] if f"--{needed}" not in flags]
         if missing and world_size == 0 and getattr(c, f.name) not in (f.default, 0):
             raise UserError(f"--{f.name} has no effect without --{missing[0]}")
         for value, other, reason in f.metadata["excludes"]:

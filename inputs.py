@@ -12,7 +12,7 @@ from config import Config, check_model, is_shards, parse_args, split_weight
 from dataset.prepare import find_files
 from hf.families import read_config
 from hf.tokenizer import holds_tokenizer
-from shapes import MODELS, ModelConfig
+from shapes import MODELS
 
 BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
 ADAPTED = ("q", "k", "v", "o", "gate", "up", "down")  # the default of --lora_targets
@@ -29,32 +29,23 @@ def settle_model(config: Config) -> Config:
     model."""
     shape, tokenizer = config.model_config, config.tokenizer
     if shape is None:
-        shape = config.with_sizes(MODELS.get(config.model) or _read_shape(config))
+        shape = config.with_sizes(MODELS.get(config.model) or read_config(_folder_of(config.model, config)))
     if not tokenizer:
-        folders = {config.weights: local_path(config.weights, "--weights")} if config.weights else {}
-        if config.model not in {*MODELS, *folders}:
-            folders[config.model] = _model_folder(config)
-        tokenizer = next((spec for spec, folder in folders.items() if holds_tokenizer(folder)), "bytes")
+        named = [spec for spec in (config.weights, config.model) if spec and spec not in MODELS]
+        tokenizer = next((spec for spec in named if holds_tokenizer(_folder_of(spec, config))), "bytes")
     config = _settle_adapters(replace(config, model_config=shape, tokenizer=tokenizer))
     check_model(config)
     return config
 
 
-def _model_folder(config: Config) -> Path:
-    """The folder of a --model that is not in MODELS."""
-    model = config.model
-    if model == config.weights:
-        return local_path(model, "--weights")
-    near = nearest(Path(model).name.lower(), MODELS)
+def _folder_of(spec: str, config: Config) -> Path:
+    """The folder that --weights or --model names."""
+    if spec == config.weights:
+        return local_path(spec, "--weights")
+    near = nearest(Path(spec).name.lower(), MODELS)
     meant = f"did you mean {near}? " if near else ""
-    with naming(f"--model {model}: unknown; {meant}--help lists all. As a folder"):
-        return local_path(model, "--model")
-
-
-def _read_shape(config: Config) -> ModelConfig:
-    folder, flag = _model_folder(config), "--weights" if config.model == config.weights else "--model"
-    with naming(f"{flag} {config.model}"):
-        return read_config(folder)
+    with naming(f"--model {spec}: unknown; {meant}--help lists all. As a folder"):
+        return local_path(spec, "--model")
 
 
 def _settle_adapters(config: Config) -> Config:
@@ -106,9 +97,8 @@ def _refuse_forgotten(c: Config) -> None:
 
 def _refuse_missing(config: Config) -> None:
     """Refuses folders and data that do not exist, with the messages of those who open them."""
-    for flag in ("weights", "lora_weights", "tokenizer"):
-        if (spec := getattr(config, flag)) not in ("", "bytes"):
-            local_path(spec, f"--{flag}")
+    if config.tokenizer != "bytes":
+        local_path(config.tokenizer, "--tokenizer")
     for flag in ("data", "val_data"):
         for path, _ in map(split_weight, getattr(config, flag)):
             local = os.path.expanduser(path)

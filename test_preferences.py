@@ -354,7 +354,7 @@ def test_swapped_answers_turn_the_first_gradient_around():
     "words, message",
     [
         ("--dpo simpo", "needs a --dpo_beta"),
-        ("--dpo ipo --label_smoothing 0.1", "--label_smoothing is not for --dpo ipo"),
+        ("--dpo ipo --label_smoothing 0.1", "--label_smoothing has no effect without --dpo sigmoid"),
         ("--dpo sigmoid --stream", "neither with --stream"),
         ("--dpo sigmoid --context_parallel 2", "nor with --context_parallel"),
         ("--dpo_beta 0.1", "--dpo_beta has no effect without --dpo"),
