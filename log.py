@@ -8,6 +8,7 @@ Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metr
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -34,7 +35,7 @@ from base.ranks import on_first_rank, sum_over_ranks
 from config import PROFILE_AFTER, Config
 from curves import draw_runs, read_records
 from hf.lora import flops_per_token
-from job.job import logger, refuse_unusable
+from job.job import logger
 from model import IGNORE, Transformer
 from optim import DTYPES
 from preferences import FIGURES
@@ -284,6 +285,13 @@ def _rename(record: dict) -> dict:
     return {TRL.get(name, name): value for name, value in record.items()}
 
 
+def refuse_trackers(names: tuple[str, ...]) -> None:
+    """Refuses trackers that are unknown or not installed."""
+    for name in names:
+        if name not in ("tensorboard", "wandb") or importlib.util.find_spec(name) is None:
+            raise UserError(f"tracker {name!r}: expected tensorboard or wandb, after `pip install tensorboard wandb`")
+
+
 def open_tracker(name: str, folder: Path):
     """A run of wandb, or a TensorBoard, which has received the records in metrics.jsonl."""
     records = read_records(folder)
@@ -347,7 +355,7 @@ def main(argv: list[str]) -> None:
     if args.command == "plot":
         return draw_runs(args.runs, args.out)
     names = args.to.split(",")
-    refuse_unusable(names)
+    refuse_trackers(names)
     for name, folder in itertools.product(names, args.runs):
         open_tracker(name, folder).finish()
 

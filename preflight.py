@@ -29,8 +29,8 @@ from hf import lora
 from hf.tokenizer import holds_tokenizer, load_tokenizer
 from hf.weights import open_adapter, open_weights, refuse_in_the_way
 from inputs import settle_inputs
-from job.job import logger, refuse_unusable
-from log import attention_kernel
+from job.job import logger
+from log import attention_kernel, refuse_trackers
 from model import Transformer, flops_per_token, random_init
 
 SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
@@ -93,7 +93,7 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     _, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
-    refuse_unusable(config.track)
+    refuse_trackers(config.track)
     if not resumes:
         check_batch(config, world_size)
     refuse_in_the_way(Path(config.out) / "hf", True)

@@ -21,8 +21,8 @@ import curves
 import log
 from base import disk, errors
 from base.ranks import Ranks
-from job.job import Clock, logger, refuse_unusable, start_logging
-from log import Log
+from job.job import Clock, logger, start_logging
+from log import Log, refuse_trackers
 from model import MODELS
 from test_train import FAST, metrics, train
 
@@ -289,10 +289,10 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
 
 def test_trackers_that_cannot_be_used_are_refused(monkeypatch):
     with pytest.raises(errors.UserError, match="tracker 'tensorbord': expected tensorboard or wandb,"):
-        refuse_unusable(["tensorbord"])
+        refuse_trackers(["tensorbord"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match="pip install tensorboard wandb"):
-        refuse_unusable(["wandb"])
+        refuse_trackers(["wandb"])
 
 
 # ---- --profile

@@ -3,7 +3,6 @@
 All ranks decide the same at the same step. A vote is read one step late, so that no step waits for it."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -39,7 +38,7 @@ PATIENCE = 40.0  # seconds that a job waits for a lock that is being renewed
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 
 
-# ---- the clock and the trackers of a run
+# ---- the clock of a run
 
 
 class Clock:
@@ -81,13 +80,6 @@ class Clock:
         self._lap()
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
-
-
-def refuse_unusable(names: tuple[str, ...]) -> None:
-    """Refuses trackers that are unknown or not installed."""
-    for name in names:
-        if name not in ("tensorboard", "wandb") or importlib.util.find_spec(name) is None:
-            raise UserError(f"tracker {name!r}: expected tensorboard or wandb, after `pip install tensorboard wandb`")
 
 
 # ---- the run

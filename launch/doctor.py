@@ -162,13 +162,13 @@ def survey(hosts: list[Host], job: dict) -> None:
     problems += [f"{h.label}: other code or packages than here" for h in hosts if h.last.get("digest", here) != here]
     if problems:
         raise UserError("\n".join([*problems, "To copy code and packages: bash launch.sh sync"]))
-    settle(hosts, job["nproc"])
+    assign_ranks(hosts, job["nproc"])
     job["first"], job["last"], job["nodes"] = hosts[0].address, hosts[-1].address, len(hosts)
     ranks = sum(host.slots for host in hosts)
     job["check"] = ["env", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
 
 
-def settle(hosts: list[Host], nproc: int) -> None:
+def assign_ranks(hosts: list[Host], nproc: int) -> None:
     """Sets the hosts' addresses, ranks and GPUs. The address of a host is where its ssh connection came in: its name
     may resolve to another address, or on Debian to 127.0.1.1. A machine's GPUs are divided evenly among its nodes."""
     remote = [host.last["connection"] for host in hosts if not host.local]

@@ -21,7 +21,7 @@ import doctor
 import node
 from base.errors import UserError
 from cluster import Supervisor
-from doctor import Host, read_hosts, settle
+from doctor import Host, assign_ranks, read_hosts
 
 NAME = os.uname().nodename
 SHARE = str(max(1, len(os.sched_getaffinity(0)) // 2))  # of the cores, for one of two ranks
@@ -55,7 +55,7 @@ def test_addresses_are_those_that_connections_came_in_at():
     ):
         answers = [{"connection": (c or "").split(), "gpus": []} for c in connections]
         hosts = [Host("h" if a["connection"] else "localhost", last=a) for a in answers]
-        settle(hosts, 0)
+        assign_ranks(hosts, 0)
         assert [h.address for h in hosts] == expected
 
 
@@ -86,9 +86,9 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
     hosts = [Host("localhost", slots=n, label=f"h{i}", last={"gpus": gpus.split()}) for i, n in enumerate(slots)]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            settle(hosts, nproc)
+            assign_ranks(hosts, nproc)
         return
-    settle(hosts, nproc)
+    assign_ranks(hosts, nproc)
     assert [(h.slots, h.devices) for h in hosts] == expected
 
 
