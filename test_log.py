@@ -53,7 +53,7 @@ def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size
     config = SimpleNamespace(**sizes, model_config=MODELS["tiny-llama"])
     clock, ranks = Clock(), Ranks(rank, world_size, torch.device("cpu"))
     clock.switch(part)
-    run = SimpleNamespace(folder=folder, ranks=ranks, clock=clock, phase=clock.part, write_status=mock.Mock())
+    run = SimpleNamespace(folder=folder, ranks=ranks, clock=clock, phase=clock.phase, write_status=mock.Mock())
     with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
         made = Log(config, run, SimpleNamespace(dtype=torch.float32, modules=list), start, sources)
     made.flops_per_token = FLOPS
@@ -123,15 +123,15 @@ def test_records(tmp_path, passes, monkeypatch):
     run = make_log(tmp_path, part="compile", world_size=2)
     clock = run.clock
     for step in range(1, 6):
-        with clock.part("data"):
+        with clock.phase("data"):
             passes(0.25)
         passes(9.75 if step == 1 else 1.75)
         run.sum_details([])
         if step in (1, 5):
-            with clock.part("saves"):
+            with clock.phase("saves"):
                 passes(40.0)
             record(run, step, **({"val_loss": 2.25, "save_ms": 40e3} if step == 5 else {}))
-            with clock.part("evaluation"):
+            with clock.phase("evaluation"):
                 passes(30.0)
         clock.switch("steps")
     passes(2.0)
@@ -306,4 +306,4 @@ def test_a_profiled_run(tmp_path, text):
     with gzip.open(run / "profile/rank-00000.trace.json.gz") as f:
         names = {event.get("name", "") for event in json.load(f)["traceEvents"]}
     assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#3", "ProfilerStep#4"}
-    assert {"aten::mm", "part: data", "gloo:all_reduce"} < names
+    assert {"aten::mm", "phase: data", "gloo:all_reduce"} < names

@@ -114,7 +114,7 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     return shards or texts
 
 
-def fetch_all(files: list[TextFile], cache: Path) -> list[TextFile]:
+def fetch_files(files: list[TextFile], cache: Path) -> list[TextFile]:
     """The local copies of files. Files of one remote folder are downloaded into one folder of the cache, with the
     index.json of token shards. Several processes may call it at the same time."""
     local = []

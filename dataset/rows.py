@@ -170,7 +170,7 @@ def _open(files, flag, config):
     train, but another tool's that are named *val*. Without it, such shards are held out, or, if there are none, the
     last 1/20 of each shard."""
     cache, splits, delimiters, kinds = cache_of(config), {"train": [], "val": []}, set(), set()
-    local = prepare.fetch_all(files, cache)
+    local = prepare.fetch_files(files, cache)
     shards = [file for file in local if file.kind == SHARD]
     some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
     if texts := [file for file in local if file.kind != SHARD]:
@@ -432,7 +432,7 @@ class Stream:
             has_rows = first_file or first_row
             order = permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")
             for k, file in enumerate([files[i] for i in order[first_file:]], first_file):
-                local = prepare.fetch_all([file], cache_of(self.config))[0] if self.shares else file
+                local = prepare.fetch_files([file], cache_of(self.config))[0] if self.shares else file
                 rows = (row for row in local.rows(first_row - 1, 0) if (row.number - 1) % sharers == nth)
                 for group in prepare.group_rows(rows, LANE_BATCH):
                     has_rows = True

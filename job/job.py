@@ -42,31 +42,31 @@ APPEARS = 75  # looks, five a second, for a file to appear on another machine
 
 
 class Clock:
-    """Wall time by part. Time inside a nested part counts only for that part, so the parts add up to the whole."""
+    """Wall time by phase. Time inside a nested phase counts only for that one, so the phases add up to the whole."""
 
     def __init__(self):
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
         self.begin = time.perf_counter() - age  # includes imports
-        self.parts = Counter()  # seconds by part
+        self.by_phase = Counter()  # seconds
         self.stack, self.since, self.step = ["start"], self.begin, 0
 
     def _lap(self) -> None:
         now = time.perf_counter()
-        self.parts[self.stack[-1]] += now - self.since
+        self.by_phase[self.stack[-1]] += now - self.since
         self.since = now
 
-    def switch(self, part: str, step: int = 0) -> None:
-        """From now on time belongs to `part`. step: the last finished one."""
+    def switch(self, phase: str, step: int = 0) -> None:
+        """From now on time belongs to `phase`. step: the last finished one."""
         self._lap()
-        self.stack[-1], self.step = part, step
+        self.stack[-1], self.step = phase, step
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         self._lap()
         self.stack.append(name)
         try:
-            with torch.profiler.record_function(f"part: {name}"):
+            with torch.profiler.record_function(f"phase: {name}"):
                 yield
         finally:
             self._lap()
@@ -74,12 +74,12 @@ class Clock:
 
     def seconds(self, *names: str) -> float:
         self._lap()
-        return sum(self.parts[name] for name in names)
+        return sum(self.by_phase[name] for name in names)
 
     def report(self) -> str:
         self._lap()
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
-        return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.by_phase.items())
+        return f"Time taken: {self.since - self.begin:.1f} seconds ({phases})"
 
 
 # ---- the run
@@ -109,9 +109,9 @@ class Run:
         self.store = ranks.store or dist.HashStore()
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
         self.pending_vote = None
-        # `with run.phase(name)`: time inside belongs to that part. The watchdog allows --timeout in "data" and "steps",
+        # `with run.phase(name)`: time inside belongs to it. The watchdog allows --timeout in "data" and "steps",
         # and in any other phase hang_limit without progress.
-        self.phase = self.clock.part
+        self.phase = self.clock.phase
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
