@@ -1,8 +1,9 @@
-"""Text from a model: sampling with a key/value cache, and conversations; and scores of it (score.py).
+"""Text from a model: samples, conversations, answers to a file of prompts; and scores of texts (score.py).
 
     python generate.py --run runs/default --prompt "The function returns"
     python generate.py --run meta-llama/Llama-3.2-1B-Instruct --chat --prompt "What is a list?" "And a tuple?"
     python generate.py --run runs/default --chat          a conversation: Ctrl-C stops an answer, Ctrl-D ends it
+    python generate.py --run runs/default --prompts prompts.jsonl --samples 8 --reward rules.py:score --out answers
     torchrun --nproc-per-node 8 -- generate.py --run runs/default --score questions.jsonl        or one process: python
 
 The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
@@ -13,12 +14,19 @@ training, the model goes on as if the text began with its newer half."""
 
 import argparse
 import contextlib
+import json
+import math
+import runpy
 import sys
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
-from base.disk import read_json
-from base.errors import Parser, UserError, check_words, prepare_python, run_script, within
+from base.disk import plural, read_json, write_json, write_whole
+from base.errors import Failure, Parser, UserError, check_words, naming, prepare_python, run_script, within
 from base.hub import local_path
 
 # ---- the command line, understood before torch is imported, which takes seconds
@@ -28,8 +36,17 @@ FLAGS = {
     "--prompt": dict(nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation"),
     "--chat": dict(action="store_true", help="a conversation; without --prompt, each line of the input is a message"),
     "--system": dict(metavar="TEXT", help="the system message of a conversation (implies --chat)"),
+    "--prompts": dict(metavar="FILE", help="answers the prompt, or the messages, of each row of a file, into --out"),
     "--score": dict(metavar="FILE", help="score the rows of a file, as score.py describes them, instead of sampling"),
-    "--out": dict(metavar="FILE", help="a file for the results of each row of --score"),
+    "--out": dict(
+        metavar="NAME", help="folder for the answers to --prompts, which goes on after a kill; file for --score"
+    ),
+    "--samples": dict(default=1, type=within(int, 1), help="answers to each of the --prompts (%(default)s)"),
+    "--reward": dict(metavar="FILE.py:NAME", help="NAME(prompt, answer, row) -> a number; writes best and pairs, too"),
+    "--stop": dict(nargs="+", default=[], metavar="TEXT", help="an answer to --prompts also ends before these texts"),
+    "--batch": dict(
+        default=32, type=within(int, 1), help="answers to --prompts that are sampled together (%(default)s)"
+    ),
     "--tokens": dict(default=300, type=within(int, 1), help="new tokens at most (%(default)s)"),
     "--temperature": dict(default=0.8, type=within(float, 0), help="0 = always the most probable token (%(default)s)"),
     "--top_k": dict(default=0, type=within(int, 0), help="choose among the k most probable tokens (0 = all)"),
@@ -45,8 +62,16 @@ FLAGS = {
 def parse(argv: list[str]) -> argparse.Namespace:
     args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
     args.chat |= args.system is not None
-    if args.score and (args.prompt or args.chat) or args.out and not args.score:
-        raise UserError("--score goes without --prompt and --chat, and --out belongs to --score")
+    args.how = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    if args.score and (args.prompt or args.prompts or args.chat) or args.out and not (args.prompts or args.score):
+        raise UserError("--score goes without --prompt, --prompts and --chat; --out belongs to --prompts or --score")
+    if (
+        args.prompts
+        and (args.prompt or not args.out)
+        or not args.prompts
+        and (args.samples > 1 or args.reward or args.stop)
+    ):
+        raise UserError("--prompts FILE needs --out DIR instead of --prompt; --samples, --reward and --stop need both")
     return args
 
 
@@ -60,11 +85,11 @@ from torch.nn.attention import sdpa_kernel
 
 import score
 from attention import WITHOUT_CUDNN
-from base.ranks import init_ranks, leave, on_every_rank
+from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
 from checkpoint import newest
 from config import Config
-from dataset.prepare import knows_text, warn_once
-from hf.chat import chat_template, render_chat
+from dataset.prepare import find_files, knows_text, warn_once
+from hf.chat import chat_template, find_messages, render_chat, take_prompt
 from hf.families import read_config
 from hf.tokenizer import load_tokenizer
 from hf.weights import Read, empty_model, open_trained, open_weights
@@ -75,13 +100,13 @@ from optim import DTYPES
 from shapes import ModelConfig
 from shard import fill_parameters, free_gathered, uncompiled, whole_rows
 
-SAMPLING = {"n": 200, "temperature": 0.8, "top_p": 0.95}  # of a run's samples
+SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
 
 class KVCache:
     """Keys and values of one layer for the tokens so far; with a window of W positions, for the last W.
     `Transformer.logits` takes a list with one cache per layer. The first call may add many tokens, each later call adds
-    one."""
+    one. Rows of different lengths end at the same place."""
 
     def __init__(self, window: int = 0):
         self.window, self.length, self.kv = window, 0, None
@@ -96,68 +121,94 @@ class KVCache:
         keys, values = (seen if k.shape[1] > 1 else self.kv).transpose(2, 3)
         return keys, values
 
+    def keep(self, rows: list[int], length: int) -> None:
+        """Drops the other rows, and all but the last `length` places."""
+        self.kv, self.length = self.kv[:, rows, :, -length:], length
 
-def choose_token(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
-    """logits [B, V] -> ids [B] on the CPU. temperature 0: the most probable; top_k: among that many (0 = all); top_p:
-    among the most probable that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
+
+class Text:
+    """A text that `sample` continues by at most n tokens. It ends with an id of `stop`, or before a text of
+    `stop_texts`. continues: the prompt ends within the text.
+
+    ids: those that the model sees. answer: the whole characters after the prompt. random: for its choices alone.
+    finish: empty until the text ends; then stop, or length after n tokens."""
+
+    def __init__(
+        self, tokenizer, prompt: list[int], n: int, seed: int | str, continues: bool, stop: Iterable[int] = (),
+        stop_texts: Iterable[str] = (),
+    ):  # fmt: skip
+        self.ids, self.left, self.random, self.stop, self.stop_texts = [*prompt], n, Random(seed), stop, stop_texts
+        self.answer, self.finish, self.decode = "", "", tokenizer.decoder()
+        if continues:
+            for token in prompt:  # without them, the space before the first word would be missing
+                self.decode(token)
+
+    def add(self, token: int) -> None:
+        self.ids.append(token)
+        self.left -= 1
+        if token in self.stop:
+            self.finish = "stop"
+        else:
+            self.answer += self.decode(token)
+            self.finish = "" if self.left else "length"
+        if self.finish:
+            self.answer += self.decode(None)  # the rest of an incomplete character
+        for end in self.stop_texts:
+            if end in self.answer:
+                self.answer, self.finish = self.answer.partition(end)[0], "stop"
+
+
+def choose_token(
+    logits: Tensor, draws: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> list[int]:
+    """logits [B, V], a random number in [0, 1) for each row -> ids [B]. temperature 0: the most probable; top_k: among
+    that many (0 = all); top_p: among the most probable that together reach this probability (nucleus sampling, arXiv
+    1904.09751)."""
     if temperature == 0:
-        return logits.argmax(-1).cpu()
-    ordered, index = (logits.float().cpu() / temperature).sort(-1, descending=True)
+        return logits.argmax(-1).tolist()
+    ordered, index = (logits.float() / temperature).sort(-1, descending=True)
     if top_k:
         ordered[:, top_k:] = float("-inf")
-    p = ordered.softmax(-1)
-    if top_p < 1:
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
-    return torch.multinomial(torch.zeros_like(p).scatter(-1, index, p), 1, generator=generator)[:, 0]
+    p = ordered.softmax(-1).double()
+    reached = p.cumsum(-1)
+    total = reached.masked_fill(reached - p >= top_p, 0).amax(-1)
+    place = torch.searchsorted(reached, (total.new_tensor(draws) * total)[:, None])
+    return index.gather(-1, place)[:, 0].tolist()
 
 
 @torch.no_grad()
-def sample(
-    model: Transformer,
-    ids: Tensor,
-    n: int,
-    context: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> Iterator[Tensor]:
-    """ids [B, T] -> yields n times the next ids [B], on the CPU. The model reads at most `context` tokens at a time.
+def sample(model: Transformer, texts: list[Text], context: int, **how) -> Iterator[None]:
+    """Adds a token to each text again and again, until all have ended; yields after each. The model reads at most
+    `context` tokens at a time. how: arguments of `choose_token`. Texts of different lengths end at the same place:
 
-    All ranks must call, and take the same number of ids: sharded models compute each forward pass together."""
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    text, cache = ids, []
-    for _ in range(n):
-        if not cache or cache[0].length + ids.shape[1] > context:
-            if text.shape[1] > context:
+        . . a a a      each empty place before a shorter text is a document of its own, which the text does not see
+        b b b b b
+
+    All ranks of a sharded model must call, with equal texts: they compute each forward pass together."""
+    device, cache = next(model.parameters()).device, []
+    while rows := [i for i, text in enumerate(texts) if not text.finish]:
+        some_ended, texts = len(rows) < len(texts), [texts[i] for i in rows]
+        for text in texts:
+            if len(text.ids) > context:
                 half = max(1, context // 2)
                 warn_once(f"After {context} tokens, as in training, the model sees only the last {half} to {context}")
-                ids = text[:, -half:]
-            cache = [KVCache(block.self_attn.window) for block in model.layers]
+                text.ids, cache = text.ids[-half:], []
+        lengths = torch.tensor([[len(text.ids)] for text in texts], device=device)
+        longest = int(lengths.max())
+        if some_ended:
+            for layer in cache:
+                layer.keep(rows, longest - 1)
+        cache = cache or [KVCache(block.self_attn.window) for block in model.layers]
+        begin, positions = cache[0].length, None
+        if lengths.min() < longest:
+            positions = (torch.arange(begin, longest, device=device) - longest + lengths).clamp(min=0)
+        ids = torch.tensor([([0] * longest + text.ids)[begin - longest :] for text in texts], device=device)
         with uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
-            logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
-        new = choose_token(logits, temperature, top_k, top_p, generator)
-        yield new
-        ids = new[:, None]
-        text = torch.cat((text, ids), 1)
-
-
-def generate_text(
-    model: Transformer, tokenizer, prompt: list[int], continues: bool, stop: Iterable[int] = (), **how
-) -> Iterator[str]:
-    """The text after a prompt, in pieces: a piece for each new token before the first id of `stop`, then the rest of an
-    incomplete character. continues: the prompt ends within the text. how: arguments of `sample`."""
-    decode = tokenizer.decoder()
-    if continues:
-        for token in prompt:  # without them, the space before the first word would be missing
-            decode(token)
-    for new in sample(model, torch.tensor([prompt]), **how):
-        token = new.item()
-        if token in stop:
-            break
-        yield decode(token)
-    yield decode(None)
+            logits = model.logits(ids, positions, cache, last=True)[:, -1]
+        draws = [text.random.random() for text in texts]
+        for text, token in zip(texts, choose_token(logits, draws, **how), strict=True):
+            text.add(token)
+        yield
 
 
 def write_samples(config: Config, run: Run, model: Transformer, step: int) -> str:
@@ -166,11 +217,13 @@ def write_samples(config: Config, run: Run, model: Transformer, step: int) -> st
     with run.phase("samples"):
         tokenizer = load_tokenizer(config.tokenizer)
         ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
-        how = SAMPLING | {"context": config.trained_length(model.config), "seed": config.seed + step}
+        text = Text(tokenizer, ids, SAMPLE_TOKENS, config.seed + step, True)
         model.eval()
         # Without `stop`, because all ranks must sample the same number of tokens.
         with whole_rows(model):
-            text = config.prompt + "".join(generate_text(model, tokenizer, ids, True, **how))
+            for _ in sample(model, [text], config.trained_length(model.config), **SAMPLING):
+                pass
+        text = config.prompt + text.answer
         free_gathered(model)
         model.train()
         if run.ranks.rank == 0:
@@ -186,6 +239,7 @@ def write_samples(config: Config, run: Run, model: Transformer, step: int) -> st
 class Source(NamedTuple):
     """A model that is not read yet, and how its texts begin and end."""
 
+    name: str
     config: ModelConfig
     read: Read
     dtype: torch.dtype
@@ -193,6 +247,24 @@ class Source(NamedTuple):
     context: int  # tokens of the longest text that it was trained on
     bos: bool  # whether a text begins with BOS
     stop: Iterable[int]
+
+    def load(self, dtype: str, ranks: Ranks) -> Transformer:
+        model = empty_model(self.config, DTYPES.get(dtype) or self.dtype, ranks.device)
+        fill_parameters(model, self.read)
+        return model
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that the model continues."""
+        ids = self.tokenizer.encode(text)
+        return [self.tokenizer.bos_id, *ids] if self.bos or not ids else ids
+
+    def render(self, messages: list[dict], inputs: dict | None = None) -> list[int]:
+        """The ids of a conversation with the prompt for an answer. inputs: of its template."""
+        template = chat_template(self.tokenizer, self.config.chat_format)
+        ids, _ = render_chat(self.tokenizer, messages, template, inputs, notes := [])
+        for note in notes:
+            warn_once(": ".join(note))
+        return ids
 
 
 def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
@@ -208,18 +280,19 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
         config, shape, read = saved.config, saved.model_config, open_trained(saved)
         if not (tokenizer or knows_text(config)):
             raise UserError(f"--run {folder} was trained on token shards: name the --tokenizer that made them")
-        print(f"{folder}, step {saved.step}", file=sys.stderr)
+        name = f"{folder}, step {saved.step}"
+        print(name, file=sys.stderr)
         own_tokenizer, context = config.tokenizer, config.trained_length(shape)
         dtype = DTYPES.get(config.dtype, torch.float32)
     else:
-        shape, values = read_config(folder), read_json(folder / "config.json")
+        name, shape, values = str(folder), read_config(folder), read_json(folder / "config.json")
         read, own_tokenizer, context = open_weights(folder, shape), str(folder), shape.max_seq_len
         dtype = torch.bfloat16 if "bfloat16" in (values.get("dtype"), values.get("torch_dtype")) else torch.float32
     tokens = load_tokenizer(tokenizer or own_tokenizer)
     if tokens.vocab_size > shape.vocab_size:
         raise UserError(f"--run {spec}: the tokenizer has {tokens.vocab_size} ids, the model {shape.vocab_size}")
     stop = tokens.stop_ids if is_run or chat else tokens.eos_ids
-    return Source(shape, read, dtype, tokens, context, is_run or tokens.adds_bos, stop)
+    return Source(name, shape, read, dtype, tokens, context, is_run or tokens.adds_bos, stop)
 
 
 # ---- the command line
@@ -227,20 +300,18 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
 
 def write_answer(model: Transformer, source: Source, ids: list[int], number: int, args: argparse.Namespace) -> str:
     """Prints the text after a prompt, token by token -> the text. Ctrl-C stops an answer to a typed message."""
-    chosen = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed + number}
-    how = {"n": args.tokens, "context": source.context, "stop": source.stop, **chosen}
-    pieces = []
+    text, shown = Text(source.tokenizer, ids, args.tokens, args.seed + number, not args.chat, source.stop), 0
     try:
-        for piece in generate_text(model, source.tokenizer, ids, not args.chat, **how):
-            pieces.append(piece)
-            print(piece, end="", flush=True)
+        for _ in sample(model, [text], source.context, **args.how):
+            print(text.answer[shown:], end="", flush=True)
+            shown = len(text.answer)
     except KeyboardInterrupt:
         if args.prompt or not args.chat:
             raise
     print()
-    if len(pieces) > args.tokens:
+    if text.finish == "length":
         print(f"(stopped after --tokens {args.tokens})", file=sys.stderr)
-    return "".join(pieces)
+    return text.answer
 
 
 def typed_lines() -> Iterator[str]:
@@ -254,28 +325,120 @@ def typed_lines() -> Iterator[str]:
 
 def converse(model: Transformer, source: Source, args: argparse.Namespace) -> None:
     """Answers the messages of --prompt, or else each line of standard input."""
-    template = chat_template(source.tokenizer, source.config.chat_format)
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     for message in args.prompt or typed_lines():
         if args.prompt and len(args.prompt) > 1:
             print(">", message)
         messages.append({"role": "user", "content": message})
-        ids, _ = render_chat(source.tokenizer, messages, template, notes=(notes := []))
-        for note in notes:
-            warn_once(": ".join(note))
-        answer = write_answer(model, source, ids, len(messages), args)
+        answer = write_answer(model, source, source.render(messages), len(messages), args)
         if answer.strip():
             messages.append({"role": "assistant", "content": answer})
         else:
             messages.pop()
 
 
+# ---- a file of prompts
+
+
+def read_prompts(args: argparse.Namespace, source: Source) -> list[tuple[list[int], dict, dict]]:
+    """The rows of --prompts -> (the ids of its prompt, its fields with `prompt` in one form, the row) of each. A text
+    is continued; with --chat or a system message it is a message of the user. The answer at the end of a conversation
+    is left out."""
+    prompts = []
+    for file in find_files(args.prompts, "--prompts"):
+        for row in file.rows(val_every=0):
+            with naming(f"{file.name} row {row.number}"):
+                fields = {"system": args.system} | row.fields()
+                prompt = take_prompt(fields)
+                if isinstance(prompt, str) and not (args.chat or fields["system"]):
+                    ids = source.encode(prompt)
+                else:
+                    turns = {"prompt": prompt, "completion": []}
+                    prompt, inputs, _ = find_messages(fields | turns, (*turns,))
+                    if prompt and prompt[-1]["role"] == "assistant":
+                        prompt.pop()
+                    ids = source.render(prompt, inputs)
+                del fields["system"]  # the messages have it
+                prompts.append((ids, {"prompt": prompt} | fields, row.fields()))
+    return prompts
+
+
+def load_reward(spec: str) -> Callable[[str | list[dict], str, dict], float]:
+    """The function of --reward FILE.py:NAME. The file runs in this process."""
+    file, _, name = spec.rpartition(":")
+    reward = runpy.run_path(file).get(name) if Path(file).is_file() else None
+    if reward is None:
+        raise UserError(f"--reward {spec}: expected FILE.py:NAME, where NAME is a function of FILE.py")
+    return reward
+
+
+def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
+    """Makes --out, or refuses one whose answers were made with other flags."""
+    settings = vars(args) | {"model": model, "crc32": zlib.crc32(str(prompts).encode())}
+    path = Path(args.out, "settings.json")
+    if path.parent.exists() and read_json(path) != settings:
+        raise UserError(f"--out {args.out} exists, without answers made with these flags: give a new folder")
+    Path(args.out, "batches").mkdir(parents=True, exist_ok=True)
+    write_json(path, settings)
+
+
+def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> None:
+    """Samples the answers that are missing in --out. Which of them share a batch depends on the prompts only, and each
+    has random numbers of its own: neither ranks nor a kill change an answer. All ranks must call."""
+    from huggingface_hub.utils import tqdm
+
+    reward = load_reward(args.reward) if args.reward else None
+    prompts = on_every_rank(lambda: read_prompts(args, source), ranks)
+    on_first_rank(lambda: begin_answers(args, source.name, prompts), ranks)
+    todo = [(n, k) for n in range(len(prompts)) for k in range(args.samples)]
+    batches = {Path(args.out, f"batches/{i}.json"): todo[i : i + args.batch] for i in range(0, len(todo), args.batch)}
+    missing = on_first_rank(lambda: [file for file in batches if not file.exists()], ranks)
+    model = source.load(args.dtype, ranks)
+    for file in tqdm(missing[ranks.rank :: ranks.world_size], unit="batch", disable=ranks.rank > 0):
+        texts, answers = [], []
+        for n, k in batches[file]:
+            ids, fields, _ = prompts[n]
+            how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
+            texts.append(Text(source.tokenizer, ids, *how))
+        for _ in sample(model, texts, source.context, **args.how):
+            pass
+        for (n, k), text in zip(batches[file], texts, strict=True):
+            _, fields, row = prompts[n]
+            answers.append(fields | {"sample": k, "completion": text.answer, "finish": text.finish})
+            if isinstance(fields["prompt"], str):
+                answers[-1]["text"] = fields["prompt"] + text.answer  # for --text_field text
+            if reward:
+                answers[-1]["reward"] = value = float(reward(fields["prompt"], text.answer, row))
+                if not math.isfinite(value):
+                    raise Failure(f"--reward {args.reward} gives {value} for {row!r:.200}")
+        write_json(file, answers)
+    on_first_rank(lambda: write_results(args, batches), ranks)
+
+
+def write_results(args: argparse.Namespace, batches: Iterable[Path]) -> None:
+    """Writes answers.jsonl; with rewards also best.jsonl, rows for fine-tuning, and pairs.jsonl, rows for --dpo."""
+    answers = [answer for file in batches for answer in json.loads(file.read_text())]
+    files = {"answers": answers} | ({"best": [], "pairs": []} if args.reward else {})
+    for i in range(0, len(answers) if args.reward else 0, args.samples):
+        ordered = sorted(answers[i : i + args.samples], key=itemgetter("reward"))
+        worst, best = ordered[0], ordered[-1]
+        if best["completion"].strip():  # else there is nothing to train on
+            files["best"].append(best)
+        if best["reward"] > worst["reward"]:
+            files["pairs"].append(best | {"chosen": best["completion"], "rejected": worst["completion"]})
+    for name, rows in files.items():
+        write_whole(Path(args.out, f"{name}.jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{args.out}/{name}.jsonl: {plural(len(rows), 'row')}")
+
+
 def main(argv: list[str]) -> None:
     args, ranks = parse(argv), init_ranks()
-    source = open_source(args.run, args.tokenizer, args.chat)
+    source = open_source(args.run, args.tokenizer, args.chat or args.prompts)
+    if args.prompts:
+        answer_prompts(args, source, ranks)
+        return leave(ranks)
     rows = on_every_rank(lambda: score.read_rows(args.score, "--score", source), ranks) if args.score else None
-    model = empty_model(source.config, DTYPES.get(args.dtype) or source.dtype, ranks.device)
-    fill_parameters(model, source.read)
+    model = source.load(args.dtype, ranks)
     if args.score:
         results = score.score(model, rows, ranks, shows=True)
         if ranks.rank == 0:
@@ -287,11 +450,8 @@ def main(argv: list[str]) -> None:
     for i, text in enumerate(texts, 1):
         if len(texts) > 1:
             print(f"--- text {i} of {len(texts)}")
-        ids = source.tokenizer.encode(text)
-        if source.bos or not ids:
-            ids = [source.tokenizer.bos_id, *ids]
         print(text, end="", flush=True)
-        write_answer(model, source, ids, i, args)
+        write_answer(model, source, source.encode(text), i, args)
 
 
 if __name__ == "__main__":

@@ -106,8 +106,9 @@ class Attention(nn.Module):
             out = attention_of_part(q, k, v, self.part, mask, self.backend, self.window, offsets)
         else:  # one token sees all keys that the cache has kept. Query heads that share a key head become its tokens
             q = q.view(B, self.n_kv_heads, -1, self.head_dim)
+            mask = None if mask is None else mask[..., -k.shape[1] :]  # a window keeps fewer keys
             # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
-            out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))  # [B, K, H / K, h]
+            out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)  # [B, K, H / K, h]
         return self.o_proj(out.reshape(B, T, -1))
 
 
@@ -489,7 +490,8 @@ class Transformer(nn.Module):
 
     def logits(self, tokens: Tensor, positions: Tensor | None = None, cache=None, last: bool = False) -> Tensor:
         """[B, T, V] fp32; last: only each row's last token, [B, 1, V]. With a cache, the first call may give it many
-        tokens, and each later call adds one."""
+        tokens, and each later call adds one. Texts of different lengths end at the same place: what fills up the
+        beginning of a row is a document of its own. Then each later call needs the positions of its tokens, [B, 1]."""
         x, _ = self._hidden(tokens, positions, cache)
         return self.lm_head(x[:, -1:] if last else x)
 
@@ -529,11 +531,13 @@ class Transformer(nn.Module):
         self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None,
         used: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        assert positions is None or cache is None, "a cache counts the positions itself"
         mask = offsets = None
         if positions is None:
             first = cache[0].length if cache else self.part.index * tokens.shape[1]
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+        elif cache and cache[0].length:  # a token at position p sees the last p + 1 keys
+            last = cache[0].length
+            mask = (torch.arange(last + 1, device=tokens.device) >= last - positions)[:, None, None]  # [B, 1, 1, S]
         else:  # the documents in the form that the attention back-end takes
             if self.layers[0].self_attn.backend not in PACKED:
                 mask = document_mask(positions)

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random, getstate
 from unittest.mock import Mock
 
 import pytest
@@ -16,13 +17,13 @@ import tokenizers
 import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
 
 import checkpoint
 from base.disk import read_json
-from base.errors import UserError
+from base.errors import Message, UserError
+from data import make_loader
 from dataset.prepare import warn_once, write_shard
-from generate import choose_token, main, open_source, sample
+from generate import Text, choose_token, main, open_source, sample
 from hf.test_tokenizer import _json, _model
 from hf.tokenizer import ByteTokenizer
 from hf.weights import export_model, export_trained, load_model
@@ -31,15 +32,23 @@ from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save
 from test_model import FAMILY, make_model, make_pair, make_reference, random_tokens, scramble
+from test_shard import run_ranks
 
 transformers.utils.logging.disable_progress_bar()
 
 PROBABILITIES = [[0.5, 0.25, 0.125, 0.0625, 0.0625], [0.02, 0.4, 0.08, 0.35, 0.15], [0.001, 0.001, 0.99, 0.004, 0.004]]
 
 
-def run(*args, context: int = 128, **kwargs) -> Tensor:
-    """All the steps of `sample`, [B, n]."""
-    return torch.stack(list(sample(*args, context, **kwargs)), 1)
+def run(model, ids, n: int, context: int = 128, temperature: float = 0, stop=(), first: int = 0, **how):
+    """The new tokens of texts that are sampled together. first: the seed of the first text."""
+    out, texts = [], []
+    for i, row in enumerate(ids, first):
+        text, tokens = Text(ByteTokenizer(), [*map(int, row)], n, f"{i}", False, stop), []
+        text.add = lambda token, add=text.add, tokens=tokens: tokens.append(token) or add(token)
+        texts, out = [*texts, text], [*out, tokens]
+    for _ in sample(model, texts, context, temperature=temperature, **how):
+        pass
+    return out
 
 
 # ---- one choice
@@ -66,9 +75,9 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
     """Frequencies within five standard deviations; tokens that are cut off never come; rows are independent."""
     draws = 20_000
     logits = torch.tensor(PROBABILITIES).log().repeat(draws, 1) + 3.0
-    ids = choose_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0)).view(
-        draws, len(PROBABILITIES)
-    )
+    random = Random(0)
+    ids = choose_token(logits, [random.random() for _ in logits], temperature, top_k, top_p)
+    ids = torch.tensor(ids).view(draws, len(PROBABILITIES))
     for row, probabilities in enumerate(PROBABILITIES):
         frequencies = torch.bincount(ids[:, row], minlength=5) / draws
         for found, p in zip(frequencies.tolist(), kept(probabilities, temperature, top_k, top_p), strict=True):
@@ -88,8 +97,25 @@ def test_greedy_is_transformers_generate(name):
     prompts = random_tokens(4, 41)
     how = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
     whole = theirs.generate(prompts, max_new_tokens=18, **how)[:, 41:]
-    assert torch.equal(run(ours, prompts, 18, temperature=0), whole)
+    assert run(ours, prompts, 18) == whole.tolist()
     assert len(whole.unique()) > 10  # not always the same token
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3.1", "mistral 0.1", "olmo3", "qwen3_moe windows"])
+def test_texts_of_different_lengths_share_a_batch(name):
+    """Each is as if it were alone, past the window, and after others have ended. Greedy text is also transformers'."""
+    ours, theirs = make_pair(name)
+    prompts, lengths = [random_tokens(1, n)[0] for n in (9, 41, 2, 41, 26)], set()
+    stop = [run(ours, prompts[1:2], 9)[0][-1]]
+    for how in ({"stop": stop}, {"stop": stop, "temperature": 0.9, "top_p": 0.9}):
+        new = run(ours, prompts, 24, **how)
+        assert new == [run(ours, [prompt], 24, first=i, **how)[0] for i, prompt in enumerate(prompts)]
+        lengths |= {*map(len, new)}
+    assert len(lengths) > 2
+    for prompt, tokens in zip(prompts, run(ours, prompts, 24, stop=stop), strict=True):
+        prompt = prompt[None]
+        how = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "eos_token_id": stop, "do_sample": False}
+        assert tokens == theirs.generate(prompt, max_new_tokens=24, **how)[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name, length, context", [
@@ -99,25 +125,27 @@ def test_a_text_longer_than_the_training_rows_goes_on_with_its_newer_half(caplog
     """As if the text began there. A message says so once."""
     model, ids = make_model(name), random_tokens(2, length)
     warn_once.cache_clear()
-    new, text, begin = run(model, ids, 40, context=context, temperature=0), ids, 0
+    new, text, begin = [run(model, [row], 40, context=context)[0] for row in ids], ids, 0
     for _ in range(40):
         if text.shape[1] - begin > context:
             begin = text.shape[1] - context // 2
         text = torch.cat((text, model.logits(text[:, begin:])[:, -1:].argmax(-1)), 1)
-    assert torch.equal(new, text[:, length:])
+    assert new == text[:, length:].tolist()
     assert [f"the last {context // 2} to {context}" in record.message for record in caplog.records] == [True]
 
 
 def test_sampled_text_follows_the_logits():
-    """The same generator and the forward without a cache choose the same tokens. Another seed gives another text, and
-    the global generator, which data and training may use, is not touched."""
-    model, ids, g = make_model("llama3"), random_tokens(2, 5), torch.Generator().manual_seed(3)
-    state, how = torch.get_rng_state(), {"temperature": 0.9, "top_k": 20, "top_p": 0.8}
-    text, other = run(model, ids, 30, **how, seed=3), run(model, ids, 30, **how, seed=4)
+    """The same random numbers and the forward without a cache choose the same tokens. Another seed gives another text,
+    and the global generators, which data and training may use, are not touched."""
+    model, ids = make_model("llama3"), random_tokens(2, 5)
+    state, python = torch.get_rng_state(), getstate()
+    how = {"temperature": 0.9, "top_k": 20, "top_p": 0.8}
+    new, randoms = run(model, ids, 30, **how), [Random("0"), Random("1")]
     for _ in range(30):
-        ids = torch.cat((ids, choose_token(model.logits(ids)[:, -1], 0.9, 20, 0.8, g)[:, None]), 1)
-    assert torch.equal(text, ids[:, 5:]) and not torch.equal(text, other)
-    assert torch.equal(torch.get_rng_state(), state)
+        token = choose_token(model.logits(ids)[:, -1], [random.random() for random in randoms], **how)
+        ids = torch.cat((ids, torch.tensor(token)[:, None]), 1)
+    assert new == ids[:, 5:].tolist() and new[0] != run(model, ids[:1, :5], 30, first=7, **how)[0]
+    assert torch.equal(torch.get_rng_state(), state) and getstate() == python
 
 
 # ---- folders
@@ -255,8 +283,10 @@ def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
 def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, output):
     """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
     folder, _, encode, _ = hub("mixtral")
-    monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in encode("list of words")[1:]))
-    assert say(capsys, "--run", folder, "--prompt", "A", *words) == output + "\n"
+    ids = encode("list of words")[1:]
+    tokens = iter(ids)
+    monkeypatch.setattr("generate.choose_token", lambda *_, **__: [next(tokens)])
+    assert say(capsys, "--run", folder, "--prompt", "A", "--tokens", len(ids), *words) == output + "\n"
 
 
 def test_a_folder_says_where_its_texts_end(hub, tmp_path):
@@ -339,7 +369,7 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     with pytest.raises(UserError, match="trained on token shards: name the --tokenizer"):
         main(["--run", str(tmp_path / "run")])
     ids = torch.tensor([[0, *encode("A list")]])
-    expected = decode([*ids[0].tolist(), *run(model, ids, 16, temperature=0)[0].tolist()])
+    expected = decode([*ids[0].tolist(), *run(model, ids, 16)[0]])
     words = ["--run", tmp_path / "run", "--tokenizer", folder, "--prompt", "A list", *GREEDY]
     assert say(capsys, *words) == expected + "\n"
 
@@ -351,13 +381,138 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     *((words, f"{words.replace(' ', ': ')} must be ") for words in (
         "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0",
         f"--seed {2**64}")),
-    ("--promt x", "did you mean --prompt"), ("--run {empty}", "config.json cannot be read"),
+    ("--promt x", "did you mean --prompt"), ("--samples 2", "need both"), ("--prompts x", "needs --out DIR"),
+    ("--run {empty}", "config.json cannot be read"),
+    ("--run {llama3} --prompts {rows} --out {new}", "rows.jsonl row 2: Chat message 0: expected"),
+    ("--run {llama3} --prompts {rows} --out {empty}", "exists, without answers"),
+    ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:x", "expected FILE.py:NAME"),
+    ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:undefined --tokens 1", "gives nan for {'prompt"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
     if "{run}" in words:
         save_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    words = words.format(run=tmp_path / "run", empty=tmp_path / "empty", llama3=hub("llama3")[0]).split()
-    with pytest.raises(UserError, match=message):
+    (tmp_path / "rules.py").write_text(REWARD)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n' + '{"text": "x"}\n' * ("row 2" in message))
+    names = {name: tmp_path / name for name in ("run", "empty", "new")}
+    files = {"rows": tmp_path / "rows.jsonl", "rules": tmp_path / "rules.py", "llama3": hub("llama3")[0]}
+    words = words.format(**names, **files).split()
+    with pytest.raises(Message, match=message):
         main(["--run", "nowhere", *words])
+
+
+# ---- a file of prompts
+
+REWARD = """
+def vowels(prompt, answer, row):
+    return sum(answer.count(c) for c in "aeiou") + row.get("bonus", 0)
+
+def undefined(prompt, answer, row):
+    return float("nan")
+"""
+ASKED = [
+    {"prompt": "The function returns", "id": "first", "answer": 7},
+    {"messages": [{"role": "user", "content": "One"}]},
+    {"prompt": "A naïve 日本語 list of many words"},
+    {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "One"},
+                       {"from": "gpt", "value": "left out"}], "id": 4},
+    {"prompt": "x"},
+]  # fmt: skip
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ask(folder: Path, rows: list[dict], *words) -> list[dict]:
+    """The lines of answers.jsonl."""
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rules.py").write_text(REWARD)
+    main([*map(str, words), "--prompts", str(folder / "prompts.jsonl"), "--out", str(folder / "out")])
+    return read_lines(folder / "out/answers.jsonl")
+
+
+def test_answers_to_a_file_are_those_to_single_prompts(hub, tmp_path):
+    """Texts and conversations share batches. The oracle is transformers, one prompt at a time."""
+    folder, theirs, encode, decode = hub("llama3")
+    expected = []
+    for row in ASKED:
+        if "prompt" in row:
+            ids = encode(row["prompt"])
+            expected.append(decode(their_ids(theirs, ids, STOP["llama3"])[len(ids) :]))
+        else:
+            expected += answers(hub, ("One",), "Be brief." if "id" in row else None)
+    found = ask(tmp_path, ASKED, "--run", folder, *GREEDY, "--batch", 4)
+    assert [row["completion"] for row in found] == expected
+    assert [(row.get("id"), row.get("answer"), row["sample"]) for row in found] == [
+        ("first", 7, 0), (None, None, 0), (None, None, 0), (4, None, 0), (None, None, 0)]  # fmt: skip
+    assert found[3]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"}]
+    shutil.rmtree(tmp_path / "out")
+    cut = expected[2][3:5]
+    stopped = ask(tmp_path, ASKED, "--run", folder, *GREEDY, "--stop", cut, "no text")
+    assert [row["completion"] for row in stopped] == [text.partition(cut)[0] for text in expected]
+    assert stopped[2]["finish"] == "stop" and found[2]["finish"] == "length"
+
+
+def test_neither_a_kill_nor_other_batches_change_the_answers(tmp_path, monkeypatch):
+    """Batches of the killed call are not sampled again. Another seed gives other answers."""
+    save_run(tmp_path / "run")
+    rows = [{"prompt": "word " * (1 + n % 5) + str(n)} for n in range(7)]
+    words = ["--run", tmp_path / "run", "--tokens", 12, "--samples", 3]
+    whole = ask(tmp_path, rows, *words, "--batch", 21)
+    assert [row["sample"] for row in whole] == [0, 1, 2] * 7 and len({row["completion"] for row in whole}) == 21
+    shutil.rmtree(tmp_path / "out")
+    batches, killed = [], [2]
+
+    def kill(model, texts, *args, **how):
+        if len(batches) in killed:
+            raise KeyboardInterrupt
+        batches.append(len(texts))
+        return sample(model, texts, *args, **how)
+
+    monkeypatch.setattr("generate.sample", kill)
+    with pytest.raises(KeyboardInterrupt):
+        ask(tmp_path, rows, *words, "--batch", 5)
+    killed.clear()
+    assert ask(tmp_path, rows, *words, "--batch", 5) == whole
+    assert batches == [5, 5, 5, 5, 1]
+    with pytest.raises(UserError, match="without answers made with these flags"):
+        ask(tmp_path, rows, *words, "--batch", 5, "--seed", 1)
+    shutil.rmtree(tmp_path / "out")
+    assert {row["completion"] for row in ask(tmp_path, rows, *words, "--seed", 1)}.isdisjoint(
+        row["completion"] for row in whole
+    )
+
+
+@pytest.mark.slow  # two processes
+def test_ranks_share_the_prompts(tmp_path):
+    save_run(tmp_path / "run")
+    words = ["--run", tmp_path / "run", "--tokens", 12, "--samples", 3, "--batch", 4]
+    whole = ask(tmp_path, ASKED, *words)
+    out = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "two"]
+    run_ranks(2, "import generate; generate.main(sys.argv[2:])", *map(str, words + out))
+    assert read_lines(tmp_path / "two/answers.jsonl") == whole
+
+
+def test_rewards_choose_rows_that_training_reads(tmp_path):
+    """The oracle picks them from answers.jsonl."""
+    save_run(tmp_path / "run")
+    rows = [{"messages": [{"role": "user", "content": f"Say {n}"}], "bonus": n} for n in range(30)]
+    words = ["--run", tmp_path / "run", "--tokens", 12, "--samples", 4, "--reward", f"{tmp_path}/rules.py:vowels"]
+    found = ask(tmp_path, rows, *words)
+    groups = [found[i : i + 4] for i in range(0, 120, 4)]
+    for n, group in enumerate(groups):
+        assert [row["reward"] for row in group] == [n + sum(map(row["completion"].count, "aeiou")) for row in group]
+    best, pairs = (read_lines(tmp_path / f"out/{name}.jsonl") for name in ("best", "pairs"))
+    assert [row["reward"] for row in best] == [max(row["reward"] for row in group) for group in groups]
+    assert all(row in group for row, group in zip(best, groups, strict=True))
+    differ = [group for group in groups if len({row["reward"] for row in group}) > 1]
+    assert 5 < len(pairs) == len(differ)
+    for pair, group in zip(pairs, differ, strict=True):
+        rewards = {row["completion"]: row["reward"] for row in group}
+        assert rewards[pair["chosen"]] == max(rewards.values()) > rewards[pair["rejected"]] == min(rewards.values())
+    flags = ["--model", "tiny-llama", "--tokenizer", "bytes", "--seq_len", "256", "--data"]
+    (chats,) = make_loader(settled_args([*flags, str(tmp_path / "out/best.jsonl")])).sources
+    (source,) = make_loader(settled_args([*flags, str(tmp_path / "out/pairs.jsonl"), "--dpo", "sigmoid"])).sources
+    assert chats.is_chat and source.pair_count == len(pairs) * 19 // 20

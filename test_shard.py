@@ -65,7 +65,7 @@ def be_rank(code: str, words: list[str], env: dict[str, str], folder: str, cache
     rows.CACHE = cache
     sys.argv[:] = words
     torch.set_num_threads(1)
-    generate.SAMPLING["n"] = 10
+    generate.SAMPLE_TOKENS = 10
     if "PLOTS" not in env:
         skip_plots()
     exec(compile(code, words[0], "exec"), {"__name__": "__main__"})

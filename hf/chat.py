@@ -93,10 +93,10 @@ TOLD = (
 # Fields of a row or a message that do not belong to the conversation.
 BOOKKEEPING = (
     "category", "cluster", "conversation_hash", "country", "created", "dataset", "date", "detoxify_moderation",
-    "difficulty", "domain", "hash", "hashed_ip", "header", "id", "idx", "index", "key", "lang", "language", "license",
-    "meta", "metadata", "model", "openai_moderation", "quality", "redacted", "score", "scores", "source",
-    "split", "state", "subset", "tags", "task", "text", "timestamp", "topic", "toxic", "turn", "turns", "type", "url",
-    "uuid",
+    "difficulty", "domain", "finish", "hash", "hashed_ip", "header", "id", "idx", "index", "key", "lang", "language",
+    "license", "meta", "metadata", "model", "openai_moderation", "quality", "redacted", "reward", "sample", "score",
+    "scores", "source", "split", "state", "subset", "tags", "task", "text", "timestamp", "topic", "toxic", "turn",
+    "turns", "type", "url", "uuid",
 )  # fmt: skip
 BOOKKEEPING_ENDS = (
     "_id",
@@ -160,17 +160,9 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
     if names is None:
         raise UserError(f"--dpo needs pairs of answers, and this row has none: expected {PAIRS_KNOWN}")
     others = {name: value for name, value in row.items() if name not in names}
-    if isinstance(others.get("input"), dict):  # OpenAI's form
-        others |= others.pop("input")
-    prompt = next((name for name in PROMPTS if others.get(name)), None)
-    question = others.pop(prompt, [])
-    if prompt == "instruction" and others.get("input"):
-        question = f"{question}\n\n{parse_field(others.pop('input'), 'input', str)}"
-    if prompt and prompt not in ("prompt", "question", "instruction"):
-        question = parse_field(question, prompt)
-    found = []
+    question, found = take_prompt(others), []
     for name in names:
-        answer = (row[name] or "") if prompt else parse_field(row[name], name)
+        answer = (row[name] or "") if question else parse_field(row[name], name)
         turns = {"prompt": question, "completion": [answer] if isinstance(answer, dict) else answer}
         # The row may also have `messages`, which UltraFeedback fills with the chosen conversation.
         messages, inputs, unread = find_messages(others | turns, (*chat_fields[:-2], *turns))
@@ -182,6 +174,17 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
     if found[0][0][:-1] != found[1][0][:-1]:
         raise UserError(f"{' and '.join(names)} differ before their last answer: only the last may differ")
     return found
+
+
+def take_prompt(fields: dict) -> str | list:
+    """Takes the prompt out of a row's fields -> its text or its messages; [] if there is none."""
+    if isinstance(fields.get("input"), dict):  # OpenAI's form
+        fields |= fields.pop("input")
+    name = next((name for name in PROMPTS if fields.get(name)), None)
+    prompt = fields.pop(name, [])
+    if name == "instruction" and fields.get("input"):
+        prompt = f"{prompt}\n\n{parse_field(fields.pop('input'), 'input', str)}"
+    return parse_field(prompt, name) if name in ("messages", "conversations", "conversation") else prompt
 
 
 def parse_field(value, name: str, kind: type = list):
