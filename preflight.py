@@ -7,7 +7,6 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -25,6 +24,7 @@ from base.ranks import Ranks, on_every_rank, on_first_rank
 from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
 from data import epochs_as_steps, open_data
 from dataset.prepare import knows_text
+from generate import Source
 from hf import lora
 from hf.tokenizer import holds_tokenizer, load_tokenizer
 from hf.weights import open_adapter, open_weights, refuse_in_the_way
@@ -173,8 +173,8 @@ def read_questions(config: Config) -> list[dict]:
     if not config.eval_score:
         return []
     tokenizer, shape = load_tokenizer(config.tokenizer), config.model_config
-    how = SimpleNamespace(tokenizer=tokenizer, bos=True, context=config.trained_length(shape), config=shape)
-    rows = score.read_rows(config.eval_score, "--eval_score", how)
+    source = Source("", shape, None, None, tokenizer, config.trained_length(shape), True, ())
+    rows = score.read_rows(config.eval_score, "--eval_score", source)
     if not any("answer" in row for row in rows):
         raise UserError(f"--eval_score {config.eval_score}: no row has choices")
     return rows

@@ -27,7 +27,6 @@ from base.disk import write_whole
 from base.errors import UserError, naming
 from base.ranks import Ranks, gather
 from dataset.prepare import find_files
-from hf.chat import chat_template, render_chat
 from model import IGNORE, Transformer
 from shard import uncompiled, whole_rows
 
@@ -74,7 +73,7 @@ def _choice(prompt: str | list[dict], choice: str, source) -> tuple[list[int], i
         ids = bos + tokenizer.encode(prompt.rstrip())
         added = (bos + tokenizer.encode(f"{prompt} {choice}"))[len(ids) :]  # spaces belong to the token after them
     else:
-        ids, _ = render_chat(tokenizer, prompt, chat_template(tokenizer, source.config.chat_format))
+        ids = source.render(prompt)
         added = tokenizer.encode(choice, is_first=False)
         while tokenizer.decode(ids[-1:]).isspace():  # as after a text, it is scored with the choice
             added.insert(0, ids.pop())
