@@ -295,7 +295,8 @@ def rope_frequencies(config, device: torch.device, kind: str = "full") -> tuple[
     by 8, position 65,536 has the angle that 8,192 had. Fast pairs keep their frequencies, because they tell neighbours
     apart. `llama3` and `yarn` differ in the frequencies between fast and slow."""
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-    frequencies, scaling = 1.0 / config.rope_theta**exponents, config.rope_scaling
+    theta = kind == "window" and config.window_rope_theta or config.rope_theta
+    frequencies, scaling = 1.0 / theta**exponents, config.rope_scaling
     if scaling is None or (kind == "window" and not scaling.in_windows):
         return frequencies, 1.0
     return ROPES[scaling.kind](frequencies, config), scaling.attention_factor
@@ -303,10 +304,12 @@ def rope_frequencies(config, device: torch.device, kind: str = "full") -> tuple[
 
 def rope_table(config, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
     """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T] in layers of
-    this kind; None where these do not rotate."""
+    this kind; None where these do not rotate. Queries and keys are multiplied by them, so that the fourth root of h /
+    query_scale in both turns attention's 1 / sqrt(h) into 1 / sqrt(query_scale)."""
     if config.positions != "rope" or "nope" in kind:
         return None
     frequencies, scale = rope_frequencies(config, positions.device, kind)
+    scale *= (config.head_dim / (config.query_scale or config.head_dim)) ** 0.25
     angles = positions.float()[..., None, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

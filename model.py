@@ -1,5 +1,5 @@
-"""GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3 and Phi-4 as one
-`Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
+"""GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3, Phi-4 and Gemma 3
+as one `Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
 
     x = embed(tokens) (+ learned positions)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -14,12 +14,14 @@ Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_di
 experts of a token, L layers.
 
 Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); Qwen2.5
-(2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); grouped-query attention (2305.13245); SwiGLU (2002.05202);
-RMSNorm (1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up fused."""
+(2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); Gemma 3 (2503.19786); grouped-query attention (2305.13245);
+SwiGLU and GeGLU (2002.05202); RMSNorm (1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up
+fused."""
 
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,6 +53,14 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class RMSNorm1p(RMSNorm):
+    """The factor is 1 + weight, in fp32 (Gemma). The weight is not kept as the factor: most weights are small, and a
+    sum with 1 would round away their last bits, in bf16 nearly all. So an export has a file's bits, in any dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -63,7 +73,11 @@ class HeadsNorm(RMSNorm):
         return super().forward(x.flatten(2)).view(x.shape)
 
 
-NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS = {
+    "rmsnorm": RMSNorm,
+    "rmsnorm_1p": RMSNorm1p,
+    "layernorm": LayerNorm,
+}
 
 
 class Attention(nn.Module):
@@ -81,7 +95,7 @@ class Attention(nn.Module):
         bias = config.bias or config.attention_bias
         self.qkv_proj = Linear(config.dim, (H + 2 * K) * h, bias=bias or config.qkv_bias)
         self.o_proj = Linear(H * h, config.dim, bias=bias)
-        norm = RMSNorm if config.qk_norm else nn.Identity  # which ignores its arguments
+        norm = NORMS[config.norm] if config.qk_norm else nn.Identity  # which ignores its arguments
         widths = h, h
         if config.qk_norm_whole:
             norm, widths = HeadsNorm, (H * h, K * h)
@@ -113,6 +127,8 @@ class Attention(nn.Module):
 
 
 class SwiGluMLP(nn.Module):
+    activation = staticmethod(F.silu)
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         bias = config.bias or config.mlp_bias
@@ -121,7 +137,11 @@ class SwiGluMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)  # [B, T, F] each
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class GeGluMLP(SwiGluMLP):
+    activation = staticmethod(partial(F.gelu, approximate="tanh"))
 
 
 class GeluMLP(nn.Module):
@@ -211,16 +231,23 @@ class MoE(nn.Module):
         return (y * scores[..., None].to(y.dtype)).sum(1).view(B, T, D), routed
 
 
-MLPS = {"swiglu": SwiGluMLP, "gelu": GeluMLP, "moe": MoE}
+MLPS = {
+    "swiglu": SwiGluMLP,
+    "geglu": GeGluMLP,
+    "gelu": GeluMLP,
+    "moe": MoE,
+}
 
 
 class Block(nn.Module):
-    """The norms are before attention and MLP, or, with norm_after, behind them (OLMo 2, arXiv 2501.00656)."""
+    """The norms are before attention and MLP, with norm_after behind them (OLMo 2), with norm_around both (Gemma 3)."""
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
         before, after = NORMS[config.norm], nn.Identity  # which ignores its arguments
-        if config.norm_after:
+        if config.norm_around:
+            after = before
+        elif config.norm_after:
             before, after = after, before
         self.input_layernorm = before(config.dim, config.norm_eps)
         self.self_attn = Attention(config, layer)
@@ -546,6 +573,8 @@ class Transformer(nn.Module):
             positions = positions.chunk(self.part.count, 1)[self.part.index]
         ropes = {kind: rope_table(self.config, positions, kind) for kind in self.config.layer_kinds}
         x = self.embed_tokens(tokens)
+        if (scale := self.config.embed_scale or self.config.dim**0.5) != 1:
+            x = x * scale  # in fp32, then rounded: bf16 would round the factor, too
         if self.config.positions == "learned":
             x = x + self.embed_positions(positions)
         x, routed = x.to(self.dtype), []
@@ -568,7 +597,7 @@ def initial_std(config: ModelConfig, name: str) -> float | None:
         embed_tokens, embed_positions, lm_head                       normal, init_std
         qkv_proj, gate_up_proj, up_proj, gate (the router)           normal, init_std
         o_proj, down_proj                                            normal, init_std / sqrt(2 L)
-        weights of norms                                             1
+        weights of norms                                             1, or 0 with rmsnorm_1p
         biases                                                       0
 
     The outputs of o_proj and down_proj are added to the residual stream, twice in each of L layers. Variances of
@@ -577,7 +606,7 @@ def initial_std(config: ModelConfig, name: str) -> float | None:
     if name.endswith("bias"):
         return 0.0
     if name.endswith("norm.weight"):
-        return None
+        return 0.0 if config.norm == "rmsnorm_1p" else None
     if "o_proj" in name or "down_proj" in name:
         return config.init_std / math.sqrt(2 * config.n_layers)
     return config.init_std

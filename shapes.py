@@ -45,9 +45,9 @@ class ModelConfig:
     max_seq_len: int
     n_kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: dim / n_heads
-    norm: str = "rmsnorm"  # rmsnorm | layernorm
+    norm: str = "rmsnorm"  # rmsnorm | rmsnorm_1p (the factor is 1 + weight) | layernorm
     positions: str = "rope"  # rope | learned
-    mlp: str = "swiglu"  # swiglu | gelu | moe (swiglu experts)
+    mlp: str = "swiglu"  # swiglu | geglu | gelu | moe (swiglu experts)
     bias: bool = False  # of every projection
     qkv_bias: bool = False  # of queries, keys and values alone
     attention_bias: bool = False  # of queries, keys, values and attention's output
@@ -55,10 +55,14 @@ class ModelConfig:
     qk_norm: bool = False  # each head's queries and keys are normalised before RoPE
     qk_norm_whole: bool = False  # all heads' queries are normalised together, and all heads' keys
     norm_after: bool = False  # attention and MLP are followed by their norms, not preceded
+    norm_around: bool = False  # attention and MLP have norms before and after them
+    embed_scale: float = 1.0  # embeddings are multiplied by it; 0: the root of dim
+    query_scale: float = 0.0  # products of queries and keys are divided by its root; 0: head_dim
     tied: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    window_rope_theta: float = 0.0  # in layers with a window; 0: rope_theta
     layer_kinds: tuple[str, ...] = ("full",)  # of the first layers; repeated up to n_layers. Names in KINDS
     window: int = 0  # positions that a token sees in a layer with a window, its own included
     n_experts: int = 0
@@ -120,7 +124,7 @@ class ModelConfig:
 
 
 # What the models of a family share. The numbers come from each model's config.json on the hub (openai-community,
-# meta-llama, mistralai, Qwen, allenai, HuggingFaceTB, microsoft).
+# meta-llama, mistralai, Qwen, allenai, HuggingFaceTB, microsoft, google).
 GPT2 = {
     "vocab_size": 50257,
     "max_seq_len": 1024,
@@ -201,6 +205,32 @@ OLMO2 = LLAMA2 | {
     "qk_norm_whole": True,
     "norm_after": True,
 }
+GEMMA3 = {
+    "vocab_size": 262208,
+    "max_seq_len": 131072,
+    "head_dim": 256,
+    "norm": "rmsnorm_1p",
+    "mlp": "geglu",
+    "qk_norm": True,
+    "norm_around": True,
+    "embed_scale": 0.0,
+    "query_scale": 256.0,
+    "tied": True,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "window_rope_theta": 1e4,
+    "rope_scaling": RopeScaling(kind="linear", factor=8.0, in_windows=False),
+    "layer_kinds": (*["window"] * 5, "full"),
+    "window": 1024,
+}
+GEMMA3_1B = GEMMA3 | {
+    "vocab_size": 262144,
+    "max_seq_len": 32768,
+    "rope_scaling": None,
+    "window": 512,
+    "n_heads": 4,
+    "n_kv_heads": 1,
+}
 TINY = {
     "vocab_size": 258,
     "dim": 64,
@@ -274,6 +304,19 @@ MODELS: dict[str, ModelConfig] = {
         rope_theta=250000.0,
         family="phi3",
     ),
+    # 4B to 27B: the text part.
+    "gemma3-270m": ModelConfig(**GEMMA3_1B, dim=640, n_layers=18, ffn_dim=2048),
+    "gemma3-1b": ModelConfig(**GEMMA3_1B, dim=1152, n_layers=26, ffn_dim=6912),
+    "gemma3-4b": ModelConfig(**GEMMA3, dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, ffn_dim=10240),
+    "gemma3-12b": ModelConfig(**GEMMA3, dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, ffn_dim=15360),
+    "gemma3-27b": ModelConfig(
+        **GEMMA3 | dict(head_dim=128, query_scale=168.0),
+        dim=5376,
+        n_layers=62,
+        n_heads=32,
+        n_kv_heads=16,
+        ffn_dim=21504,
+    ),
     "tiny-gpt2": ModelConfig(
         **GPT2 | dict(vocab_size=258, max_seq_len=256), dim=64, n_layers=2, n_heads=4, ffn_dim=256
     ),
@@ -289,6 +332,13 @@ MODELS: dict[str, ModelConfig] = {
         norm_after=True,
         qk_norm_whole=True,
         rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=64, attention_factor=1.2, in_windows=False),
+    ),
+    "tiny-gemma3": ModelConfig(
+        **TINY
+        | GEMMA3
+        | dict(
+            vocab_size=258, max_seq_len=2048, head_dim=32, query_scale=24.0, window=8, layer_kinds=("window", "full")
+        )
     ),
     "tiny-smollm3": ModelConfig(**TINY, tied=True, layer_kinds=("full", "full nope")),
     "tiny-phi3": ModelConfig(**TINY, window=24, layer_kinds=("window",), family="phi3"),

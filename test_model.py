@@ -56,6 +56,12 @@ FAMILY = {
         BASE, n_layers=4, n_kv_heads=2, norm_after=True, qk_norm_whole=True, rope_theta=3e5, rope_scaling=YARN,
         window=10, layer_kinds=("window", "window", "window", "full"),
     ),
+    "gemma3": replace(
+        BASE, n_layers=7, n_kv_heads=2, head_dim=24, norm_eps=1e-6, qk_norm=True, rope_theta=1e6, query_scale=40,
+        rope_scaling=RopeScaling(kind="linear", factor=3.0, in_windows=False), window_rope_theta=1e4, window=10,
+        layer_kinds=(*["window"] * 5, "full"), norm="rmsnorm_1p", norm_around=True, mlp="geglu", embed_scale=0.0,
+        tied=True,
+    ),
     "smollm3": replace(BASE, n_layers=4, n_kv_heads=2, tied=True, layer_kinds=("full", "full", "full", "full nope")),
     "smollm3 windows": replace(BASE, mlp_bias=True, window=10, layer_kinds=("window", "window nope")),
     "phi3": replace(BASE, n_kv_heads=2, window=21, layer_kinds=("window",), family="phi3"),
@@ -86,9 +92,10 @@ def scramble(module: nn.Module) -> nn.Module:
     g = seeded()
     with torch.no_grad():
         for name, p in module.named_parameters():
+            first = p.flatten()[0].item()  # of a norm: 1, or 0
             p.normal_(0.0, 0.15, generator=g)
             if p.ndim == 1 and name.endswith("weight"):
-                p += 1.0
+                p += first
     return module.eval()
 
 
@@ -117,7 +124,8 @@ def error(found: Tensor, expected: Tensor, least: float = 1e-9) -> float:
     ("qwen3-8b", (8_190_735_360, 32, 40960, 1e6)), ("qwen3-30b-a3b", (30_532_122_624, 32, 40960, 1e6)),
     ("mistral-7b-v0.1", (7_241_732_096, 32, 32768, 1e4)), ("olmo2-1b", (1_484_916_736, 16, 4096, 5e5)),
     ("olmo2-7b", (7_298_617_344, 32, 4096, 5e5)), ("phi-4", (14_659_507_200, 40, 16384, 250000.0)),
-    ("smollm3-3b", (3_075_098_624, 16, 65536, 5e6)),
+    ("smollm3-3b", (3_075_098_624, 16, 65536, 5e6)), ("gemma3-270m", (268_098_176, 4, 32768, 1e6)),
+    ("gemma3-1b", (999_885_952, 4, 32768, 1e6)),
 ])  # fmt: skip
 def test_published_row(name, row):
     config, factor = MODELS[name], {"llama3.1-70b": 8, "llama3.2-3b": 32}.get(name)
@@ -125,8 +133,8 @@ def test_published_row(name, row):
         parameters = sum(p.numel() for p in Transformer(config).parameters())
     assert (parameters, config.n_heads, config.max_seq_len, config.rope_theta) == row
     assert config.rope_scaling == (RopeScaling(factor, 1.0, 4.0, 8192) if factor else None)
-    eps = 1e-6 if re.search("qwen|olmo|smollm", name) else 1e-5
-    assert (config.norm_eps, config.head_dim) == (eps, 64 if "gpt2" in name else 128)
+    eps = 1e-6 if re.search("qwen|olmo|smollm|gemma", name) else 1e-5
+    assert (config.norm_eps, config.head_dim) == (eps, 256 if "gemma" in name else 64 if "gpt2" in name else 128)
 
 
 # ---- parity with transformers
@@ -203,6 +211,15 @@ def test_bf16_stays_near_fp32(name, backend):
     spread = (logits - reference.logits(tokens)).norm() / reference.logits(tokens).norm()
     assert BF16 / 8 < spread < BF16 * math.sqrt(60)
     assert loss.item() == pytest.approx(reference(tokens, targets).item(), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_embeddings_are_rounded_once(dtype):
+    """The factor is not rounded: 96 ** 0.5 = 9.798 is 9.8125 in bf16."""
+    model, tokens, seen = Transformer(replace(FAMILY["gemma3"], dim=96), torch.bfloat16), random_tokens(2, 9), []
+    model.to(dtype).layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.logits(tokens)
+    assert torch.equal(seen[0], (model.embed_tokens.weight[tokens].float() * 96**0.5).bfloat16())
 
 
 def test_balancing_loss_is_that_of_transformers_with_an_attention_mask():
@@ -334,8 +351,8 @@ def test_init_of_any_slice(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("tiny-")])
 def test_initial_values_of_a_meta_model(name):
-    """None is what `to_empty` left. Norm weights are ones, biases zeros, the rest normal, times 1 / sqrt(2 L) where it
-    writes to the residual stream. A tied head is the embedding again."""
+    """None is what `to_empty` left. Norm weights are ones (Gemma's zeros), biases zeros, the rest normal, times
+    1 / sqrt(2 L) where it writes to the residual stream. A tied head is the embedding again."""
     config = replace(MODELS[name], n_layers=3, init_std=0.03)
     model = allocate(config)
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -347,7 +364,7 @@ def test_initial_values_of_a_meta_model(name):
     assert sum(bool(residual.match(n)) for n, _ in model.named_parameters()) == 2 * 3
     for n, p in model.named_parameters():
         if n.endswith("norm.weight") or n.endswith("bias"):
-            assert (p == float(n.endswith("weight"))).all(), n
+            assert (p == float(n.endswith("weight") and "gemma" not in name)).all(), n
         else:
             std, count = 0.03 / math.sqrt(6) if residual.match(n) else 0.03, p.numel()
             assert abs(p.mean()) < 5 * std / math.sqrt(count), n

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 
 import nf4
 from hf import lora
-from hf.weights import export_model, load_model, open_adapter, open_weights
+from hf.weights import export, export_model, load_model, open_adapter, open_weights
 from inputs import settled_args
 from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters, set_dtypes
@@ -106,6 +107,25 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
         assert len(nf4.four_bit_layers(model)) == 8 * (quantize == "nf4") and len(grads[-1]) == 8
     assert all(torch.equal(grads[0][name], grads[1][name]) and grads[0][name].any() for name in grads[0])
+
+
+def test_a_quantized_gemma_with_adapters_has_transformers_logits(tmp_path):
+    """Of the dequantized weights with merged adapters, beyond two windows."""
+    shape = replace(MODELS["tiny-gemma3"], ffn_dim=192)
+    export_model(fill(Transformer(shape)), tmp_path / "base")
+    config, model = settled_args(f"--weights {tmp_path}/base --lora 3 --quantize nf4".split()), Transformer(shape)
+    lora.add_adapters(model, config)
+    read = open_weights(tmp_path / "base", shape)
+    adapters = random_init(shape, {n: tuple(p.shape) for n, p in model.named_parameters()}, 3)
+    fill_parameters(model, lora.join(read, adapters))
+
+    def restored(name, slices):
+        values = read(name, tuple(slice(None) for _ in slices))
+        return (dequantized(values) if "proj.weight" in name else values)[slices]
+
+    export(shape, lora.merge(restored, adapters, config), tmp_path / "merged", torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits
+    assert torch.allclose(model.logits(TOKENS), theirs, rtol=0, atol=1e-4)
 
 
 def test_runs_agree_on_any_ranks_and_resume_bit_equal(base, tmp_path, text):

@@ -43,7 +43,7 @@ from optim import Gradients, make_optimizer, trainable_parameters
 from test_shard import fill, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
-TINY += ("tiny-olmo3", "tiny-smollm3", "tiny-phi3", "tiny-qwen3-moe")
+TINY += ("tiny-olmo3", "tiny-smollm3", "tiny-phi3", "tiny-qwen3-moe", "tiny-gemma3")
 KEPT = (32, 3, 17, 0, 1, 32, 9, 30)  # trained tokens of the rows, over and over: very uneven masks
 RATES = (1e-3, 2e-3)  # learning rates of the steps
 EPS = 1e-2
@@ -126,6 +126,7 @@ SHORT = [  # what few of the fuzzer's cells have
     replace(PADDED, shard_size=1),
     replace(PADDED, model="tiny-gpt2"),
     Cell(ranks=2, model="tiny-olmo3", packed=True, attention="blocked", checkpointing="selective"),
+    Cell(ranks=2, model="tiny-gemma3", packed=True, attention="blocked", checkpointing="block"),
     Cell(ranks=2, model="tiny-qwen3-moe", n_layers=2, n_experts=16, dtype="bf16", fp8="tensor", checkpointing="block"),
     Cell(ranks=2, context_parallel=2, model="tiny-olmo3", attention="blocked", offload="cpu", masks="empty-parts"),
     # four ranks repeat the two key/value heads
@@ -382,7 +383,7 @@ def fuzz(seed: int, minutes: float = float("inf")) -> Iterator[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_short_table_and_a_short_fuzz(ranks):
-    """A seed with small cells, of which three share rows, four are in FP8 and seven are offloaded."""
+    """A seed with small cells, of which four share rows, three are in FP8, six are offloaded and four are Gemma 3."""
     todo = [cell for cell in (*SHORT, *(draw(12, n) for n in range(TOGETHER))) if cell.ranks == ranks]
     rows = [*compute(todo, texts=1)]
     assert len(rows) == len(todo) and [row for row in rows if "WRONG" in row] == []

@@ -447,7 +447,9 @@ def write_sources(folder: Path) -> dict[str, list[str]]:
 
 def shorten(recipe: str, sources: dict[str, list[str]], out: Path) -> list[str]:
     """The recipe's words, with a tiny model and small files."""
-    tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3") if tiny in recipe), "llama").replace("gpt", "gpt2")
+    tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3", "gemma3") if tiny in recipe), "llama").replace(
+        "gpt", "gpt2"
+    )
     words = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(out)]
     words += ["--context_parallel=2"] * (recipe.endswith("k.args"))  # ranks
     words += sources["weights"] * ("lora" in recipe)
@@ -462,7 +464,7 @@ def test_recipes_run_on_one_or_two_processes(tmp_path, run_commands):
     for recipe in RUN:
         alone = recipe == "default.args" or " on 1 x 1 " in (ROOT / "recipes" / recipe).read_text()
         runs[alone].append(shorten(recipe, sources, tmp_path / recipe / "run"))
-    assert len(runs[True]) == 6
+    assert len(runs[True]) == 7
     run_commands([["python", "train.py", *words] for words in runs[True]])
     train_in_turn(*runs[False])
     for recipe in RUN:
@@ -500,7 +502,8 @@ def test_headers_state_the_computed_sizes(recipe):
 
 
 def test_fine_tuning_starts_from_the_weights_that_the_header_names():
-    for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b", "qwen3-4b-sft"):
+    for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b", "qwen3-4b-sft", "gemma3-1b-sft"):
         weights = parse_args([f"@recipes/{name}.args"]).weights
         head = (ROOT / f"recipes/{name}.args").read_text()
-        assert weights.startswith(("meta-llama/", "Qwen/")) and f"Needs, once:  python download.py {weights} " in head
+        assert weights.startswith(("meta-llama/", "Qwen/", "google/"))
+        assert f"Needs, once:  python download.py {weights} " in head

@@ -253,6 +253,8 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
         chat_format = "llama3"
     elif "<|im_start|>" in tokenizer.control:
         chat_format = "chatml"
+    elif "<start_of_turn>" in tokenizer.control:
+        chat_format = "gemma"
     return CHAT_TEMPLATES[chat_format]
 
 

@@ -48,6 +48,10 @@ QWEN3_MOE_TENSORS = LLAMA_TENSORS | {
     "layers.{i}.mlp.gate_up_proj": ("model.layers.{i}.mlp.experts.{e}.{part}_proj.weight", "gate", "up"),
     "layers.{i}.mlp.down_proj": ("model.layers.{i}.mlp.experts.{e}.down_proj.weight",),
 }
+GEMMA3_TENSORS = LLAMA_TENSORS | {
+    "layers.{i}.self_attn_norm.weight": ("model.layers.{i}.post_attention_layernorm.weight",),
+    "layers.{i}.post_attention_layernorm.weight": ("model.layers.{i}.pre_feedforward_layernorm.weight",),
+}
 PHI3_TENSORS = LLAMA_TENSORS | {
     "layers.{i}.self_attn.qkv_proj.weight": ("model.layers.{i}.self_attn.qkv_proj.weight",),
     "layers.{i}.mlp.gate_up_proj.weight": ("model.layers.{i}.mlp.gate_up_proj.weight",),
@@ -127,7 +131,7 @@ class Family(NamedTuple):
     default, and of keys that MEANS_OURS limits. names: of the tensors. keys: of config.json, by ModelConfig's field.
     others: keys that are read in other ways, or that transformers' model never reads. windows: the layers with a window
     if there are any and layer_types is absent; repeated. scales: whether transformers implements rope_scaling.
-    aliases: other names of keys."""
+    aliases: other names of keys. two_ropes: layers with a window have their own rope_parameters."""
 
     architecture: str
     shape: dict
@@ -138,6 +142,7 @@ class Family(NamedTuple):
     windows: tuple = ()
     scales: bool = True
     aliases: dict = {}
+    two_ropes: bool = False
 
 
 # By model_type. A shape is exported as the first family that can express it.
@@ -231,6 +236,27 @@ FAMILIES = {
         keys=BIAS_KEYS,
         windows=(SLIDING, SLIDING, SLIDING, FULL),
         others=(*ROPE, "sliding_window"),
+        two_ropes=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {"norm": "rmsnorm_1p", "norm_around": True, "qk_norm": True, "mlp": "geglu", "embed_scale": 0.0},
+        {
+            "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262208, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "sliding_window": 4096, "layer_types": None,
+        },
+        GEMMA3_TENSORS,
+        BIAS_KEYS | {"query_scale": "query_pre_attn_scalar"},
+        windows=(SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL),
+        others=(
+            *ROPE, "sliding_window", "rope_local_base_freq", "hidden_act",
+            # of models with pictures, whose text part is read
+            "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
+            "image_token_index", "mm_tokens_per_image", "text_config", "vision_config",
+        ),
+        two_ropes=True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -266,6 +292,11 @@ FAMILIES = {
         others=(),
     ),
 }  # fmt: skip
+# model_type: why it is not implemented.
+LACKING = {
+    "gpt_oss": " (its attention sinks are not implemented)",
+    "gemma2": " (attn_logit_softcapping and final_logit_softcapping, its soft caps, are not implemented)",
+}
 # rope_type: RopeScaling's fields and their keys in config.json.
 ROPE_KEYS = {
     "linear": {"factor": "factor"},
@@ -306,6 +337,7 @@ MEANS_OURS = {
     "embedding_multiplier": (1, None),
     "full_attn_mod": (1, None),
     "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", None),  # Gemma's name; no other family reads it
     "interpolate_factor": (1, None),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
@@ -323,6 +355,7 @@ MEANS_OURS = {
     "router_jitter_noise": (0, None),
     "rope_type": ("default", None),
     "scale_attn_by_inverse_layer_idx": (False,),
+    "sliding_window_pattern": (6, 0, None),  # Gemma's, too
     "scale_attn_weights": (True,),
     "scale_depth": (None,),
     "scale_emb": (1, None),
@@ -333,7 +366,7 @@ MEANS_OURS = {
             "activation", "alibi", "apply_residual_connection_post_layernorm", "attention_chunk_size",
             "attention_out_bias", "attention_sink", "attn_config", "attn_logit_softcapping", "attn_temperature_tuning",
             "bias", "clip_qkv", "compression_config", "dim_model_base", "embedding_scale", "ffn_config",
-            "final_logit_softcapping", "first_k_dense_replace", "global_attn_every_n_layers", "hidden_activation",
+            "final_logit_softcapping", "first_k_dense_replace", "global_attn_every_n_layers",
             "interleave_moe_layer_step", "kv_lora_rank", "layer_norm_eps", "llama_4_scaling_beta", "lm_head_bias",
             "logits_soft_cap", "mlp_layer_types", "moe_layers", "multi_query", "mup_enabled", "n_group",
             "n_routed_experts", "n_shared_experts", "new_decoder_architecture", "no_bias", "norm_bias", "norm_type",
@@ -342,7 +375,7 @@ MEANS_OURS = {
             "qk_layernorm", "qk_nope_head_dim", "qk_rope_head_dim", "qkv_bias", "quantization_config",
             "query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rope_local_base_freq", "rotary_dim",
             "rotary_pct", "routed_scaling_factor", "scale_embedding", "scoring_func", "shared_expert_intermediate_size",
-            "shared_intermediate_size", "sliding_window", "sliding_window_pattern", "swiglu_limit", "text_config",
+            "shared_intermediate_size", "sliding_window", "swiglu_limit", "text_config",
             "topk_group", "topk_method", "use_bias", "use_bidirectional_attention", "use_mrope",
             "use_parallel_residual", "use_post_norm", "use_qk_norm", "use_qkv_bias", "use_sliding_window", "v_head_dim",
             "vision_config", "window_size",
@@ -415,9 +448,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read(given):
+    if given.get("model_type") == "gemma3":
+        given = given | {"model_type": "gemma3_text"} | given["text_config"]
     kind, shape = given.get("model_type"), {}
     if str(kind) not in FAMILIES:
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
+        why = LACKING.get(str(kind), "")
+        raise ValueError(f"model_type {kind!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
     row = FAMILIES[kind]
     given = {row.aliases.get(key, key): value for key, value in given.items()}
     if given.get("architectures") == [row.architecture]:
@@ -467,15 +503,17 @@ def _read_layers(values, row, n_layers):
 
 
 def _read_rope(given, row):
-    """-> the fields rope_theta and rope_scaling. Version 4 has the keys rope_theta and rope_scaling, version 5
-    rope_parameters instead, which Olmo 3 has for each type of layer."""
+    """-> the fields rope_theta, window_rope_theta and rope_scaling. Version 4 has the keys rope_theta and rope_scaling,
+    version 5 rope_parameters instead, which families with two_ropes have for each type of layer."""
     plain = {"rope_type": "default", "rope_theta": row.defaults.get("rope_theta", 10000.0)}
     top = plain | {key: given[key] for key in ROPE[2:] if given.get(key) is not None}
     old, new = (given.get(key) or {} for key in ROPE[:2])
     rope = near = top | (new or old)
-    if row is FAMILIES["olmo3"]:
-        rope, near = top | (new.get(FULL) or old), plain | new.get(SLIDING, {})
-    if near not in (rope, plain | {"rope_theta": rope["rope_theta"]}):
+    local = (row.defaults | given).get("rope_local_base_freq")
+    if row.two_ropes:
+        rope = top | (new.get(FULL) or old)
+        near = plain | {"rope_theta": local or plain["rope_theta"]} | new.get(SLIDING, {})
+    if near not in (rope, plain | {"rope_theta": (near if local else rope)["rope_theta"]}):
         raise ValueError(f"rope_parameters is {new!r}: not implemented")
     kind, scaling = rope.get("type") or rope["rope_type"], None
     if kind != "default" and not (row.scales and str(kind) in ROPE_KEYS):
@@ -489,7 +527,8 @@ def _read_rope(given, row):
         if kind == "yarn" and rope.get("attention_factor") is None:
             numbers["attention_factor"] = 0.1 * math.log(max(numbers["factor"], 1.0)) + 1.0
         scaling = RopeScaling(kind=kind, **numbers, in_windows=near == rope)
-    return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling}
+    theta = _read_field(near, "rope_theta", float) if local else 0.0
+    return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling, "window_rope_theta": theta}
 
 
 def _read_field(values, key, kind, default=MISSING):
@@ -521,11 +560,13 @@ def _write(config, kind):
         "layer_types": types,
         "max_window_layers": [*types, SLIDING].index(SLIDING),  # older versions read it instead of layer_types
         "no_rope_layers": [int("nope" not in layer) for layer in layers],
+        "rope_local_base_freq": config.window_rope_theta or config.rope_theta,
+        "query_pre_attn_scalar": int(config.query_scale),
     }
     values = {key: value for key, (value, *_) in MEANS_OURS.items()} | by_layer
     out = {"architectures": [row.architecture], "model_type": kind}
     out |= {key: values[key] for key in row.defaults if key in values}
-    out |= {key: getattr(config, field) for field, key in row.keys.items()}
+    out |= {key: by_layer.get(key) or getattr(config, field) for field, key in row.keys.items()}
     if "rope_theta" not in row.others:
         return out
     scaling, out["rope_theta"] = config.rope_scaling, config.rope_theta
@@ -534,6 +575,7 @@ def _write(config, kind):
         numbers = {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
         out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
         rope = plain | out["rope_scaling"]
-    if kind == "olmo3":
-        rope = {FULL: rope, SLIDING: rope if scaling and scaling.in_windows else plain}
+    if row.two_ropes:
+        near = rope if scaling and scaling.in_windows else plain
+        rope = {FULL: rope, SLIDING: near | {"rope_theta": by_layer["rope_local_base_freq"]}}
     return out | {"rope_parameters": rope}

@@ -44,7 +44,7 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
     D, F, H, K = shape.dim, shape.ffn_dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     if shape.family == "phi3":  # the file has fused tensors, each with one adapter for PEFT
         return {"qkv": (H + 2 * K, D), "o": (D, H), "gate_up": (2 * F, D), "down": (D, F)}
-    mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)} if shape.mlp == "swiglu" else {}
+    mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)} if shape.mlp in ("swiglu", "geglu") else {}
     return {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)} | mlp
 
 

@@ -18,7 +18,7 @@ from base.errors import UserError
 from dataset.prepare import ID, TRAINED, Encoder, TextRow, find_files, prepare_folder, tell_omissions
 from hf import tokenizer as T
 from hf.chat import chat_template, find_messages, render_chat
-from hf.test_tokenizer import _json, _llama2_json, _write
+from hf.test_tokenizer import _gemma, _json, _llama2_json, _write
 from hf.tokenizer import decode_marked
 from hf.weights import export_model
 from model import MODELS, Transformer
@@ -282,14 +282,14 @@ MIXTRAL = r"""{%- set system = messages[0].content if messages[0].role == 'syste
 @pytest.mark.parametrize("kind, model", [
     ("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama"),
     ("llama3", "tiny-llama"), ("qwen", "tiny-qwen3"), ("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"),
-    ("control", "tiny-mistral"),
+    ("control", "tiny-mistral"), ("gemma", "tiny-gemma3"),
 ])  # fmt: skip
 def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
     """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
     we when we read the folder again. gpt2: a tokenizer that has Llama 3's control tokens and cuts otherwise."""
     shape = replace(MODELS["tiny-llama"], family="mistral") if model == "tiny-mistral" else MODELS[model]
-    ours = T.load_tokenizer("bytes")
-    if kind != "bytes":
+    ours = T.load_tokenizer(_gemma(tmp_path / "gemma") if kind == "gemma" else "bytes")
+    if kind not in ("bytes", "gemma"):
         pieces = "control" if kind in ("control", "mixtral") else "llama2"
         own = _json(kind) if kind in ("gpt2", "llama3", "qwen") else None
         own = own or _llama2_json(pieces, tmp_path / "model", kind != "mistral")
@@ -321,10 +321,13 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
      .replace("«", "<|start_header_id|>").replace("»", "<|end_header_id|>\n\n")),
     ("qwen", "llama", "<|im_start|>system\nB<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
      "[[A<|im_end|>]]\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"),
+    ("gemma", "llama", "<bos><start_of_turn>user\nB\n\nU<end_of_turn>\n<start_of_turn>model\n[[A<end_of_turn>]]\n"
+     "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n"),
 ])  # fmt: skip
 def test_our_templates_are_the_published_formats_and_train_on_answers(kind, family, marked, tmp_path):
-    """As the model cards of Llama 2 and 3 and Mixtral, and OpenAI's page on ChatML, print them."""
-    ours = T.load_tokenizer(kind if kind == "bytes" else _write(tmp_path, tokenizer__json=_json(kind)))
+    """As the model cards of Llama 2 and 3 and Mixtral, and the pages on ChatML and Gemma, print them."""
+    make = {"bytes": str, "gemma": lambda _: _gemma(tmp_path)}
+    ours = T.load_tokenizer(make.get(kind, lambda kind: _write(tmp_path, tokenizer__json=_json(kind)))(kind))
     roles = ("system", "user", "assistant", "user")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
     ids, mask = render_chat(ours, messages, chat_template(ours, family))

@@ -149,6 +149,17 @@ LLAMA2 = {
 MODELS = {
     "llama2": {},
     "control": {"control_symbols": ["[INST]", "[/INST]"]},
+    "gemma": {
+        "add_dummy_prefix": False,
+        "pad_id": 0,
+        "eos_id": 1,
+        "bos_id": 2,
+        "unk_id": 3,
+        "pad_piece": "<pad>",
+        "eos_piece": "<eos>",
+        "bos_piece": "<bos>",
+        "user_defined_symbols": ["<start_of_turn>", "<end_of_turn>", "\n\n"],
+    },
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
 }
 
@@ -159,6 +170,25 @@ def _model(kind: str) -> bytes:
     options = {**LLAMA2, **MODELS[kind], "vocab_size": 1000, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=out, **options)
     return out.getvalue()
+
+
+def _gemma(folder) -> str:
+    """The folder of a tokenizer.model that finds control tokens in texts; a token of pictures has no embedding."""
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
+    names |= {"image_token": "<image_soft_token>", "add_eos_token": False}
+    added = {4: "<start_of_turn>", 5: "<end_of_turn>", 1000: "<image_soft_token>"}
+    added = {str(i): {"content": text, "special": True} for i, text in added.items()}
+    settings = {"tokenizer_class": "GemmaTokenizer", **names, "added_tokens_decoder": added}
+    files = {"tokenizer_config__json": settings, "config__json": {"model_type": "gemma3_text"}}
+    return _write(folder, tokenizer__model=_model("gemma"), **files)
+
+
+def test_the_tokenizer_model_of_gemma(tmp_path):
+    ours, theirs = T.load_tokenizer(spec := _gemma(tmp_path)), transformers.AutoTokenizer.from_pretrained(spec)
+    assert (ours.vocab_size, theirs.image_token_id, ours.stop_ids) == (1000, 1000, {1, 2, 5})
+    for text in (*STRINGS, "a<end_of_turn>\n\n<image_soft_token><bos>"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False, split_special_tokens=True), text
+    _same_as_theirs(ours, spec)
 
 
 @pytest.mark.parametrize("kind", ["llama2", "unigram"])

@@ -21,7 +21,7 @@ from hf import families, weights
 from hf.families import config_json
 from hf.weights import export, export_model, find_files, load_model, open_weights
 from model import MODELS, ModelConfig, Transformer
-from test_model import FAMILY, error, make_reference, random_tokens
+from test_model import FAMILY, error, make_reference, random_tokens, scramble
 from test_shard import peak_rss, run_code
 
 transformers.utils.logging.disable_progress_bar()
@@ -224,6 +224,32 @@ def test_shape_without_a_family(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_a_model_for_pictures_is_its_text_part(tmp_path, caplog, older):
+    """Both ways of naming; the log names the other part once. What we train and export is Gemma3ForCausalLM."""
+    text = config_json(FAMILY["gemma3"], "float32")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    theirs, folder = scramble(transformers.Gemma3ForConditionalGeneration(config)), tmp_path / "theirs"
+    theirs.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    if not older:
+        tensors = {("model." + n).replace("model.model.", "model.").replace("language_model.model", "language_model"): t
+                   for n, t in tensors.items()}  # fmt: skip
+    assert ("language_model.model.norm.weight" in tensors) == older != ("model.language_model.norm.weight" in tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with caplog.at_level("INFO", "flatland"):
+        ours = [load_model(folder) for _ in range(2)][0]
+    assert [len(re.findall(part, caplog.text)) for part in ("vision_tower", "multi_modal_projector")] == [1, 1]
+    expected = theirs(TOKENS).logits
+    assert error(ours.logits(TOKENS), expected) < 1e-5
+    export_model(ours, tmp_path / "text")
+    loaded, info = load_theirs(tmp_path / "text", torch.float32)
+    assert type(loaded).__name__ == "Gemma3ForCausalLM" and not any(info.values())
+    assert error(loaded(TOKENS).logits, expected) < 1e-5
+
+
 # ---- strictness
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -328,10 +354,30 @@ SMOLLM3_FACTS = facts(LLAMA3_FACTS, "2048 11008 36 16 4 128256 65536", model_typ
 PHI4_FACTS = facts(LLAMA2_FACTS, "5120 17920 40 40 10 100352 16384", model_type="phi3", attention_bias=False,
                    attention_dropout=0.0, embd_pdrop=0.0, original_max_position_embeddings=16384, resid_pdrop=0.0,
                    rope_theta=250000, sliding_window=None)  # fmt: skip
+GEMMA3_FACTS = facts({  # 1B's
+    "attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0,
+    "model_type": "gemma3_text", "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "use_cache": True,
+}, "1152 6912 26 4 1 262144 32768")  # fmt: skip
+
+
+def with_pictures(sizes: str, **others) -> dict:
+    """The config.json of Gemma 3 4B to 27B. sizes: dim, ffn_dim, layers."""
+    text = dict(zip(SIZES, map(int, sizes.split()), strict=False)) | {"model_type": "gemma3_text"}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024} | others
+    return {"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eos_token_id": [1, 106],
+            "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+            "text_config": text, "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27}}  # fmt: skip
+
+
 MINISTRAL_FACTS = MISTRAL_FACTS | {"model_type": "ministral", "head_dim": 128, "sliding_window": 8, "layer_types": None}
 PUBLISHED = {
     "mistral-7b-v0.1": MISTRAL_FACTS | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
     "qwen3-30b-a3b": QWEN3_MOE_FACTS, "olmo2-7b": OLMO2_FACTS, "olmo3-7b": OLMO3_FACTS, "smollm3-3b": SMOLLM3_FACTS,
+    "gemma3-1b": GEMMA3_FACTS, "gemma3-4b": with_pictures("2560 10240 34"),
+    "gemma3-12b": with_pictures("3840 15360 48 16 8"),
+    "gemma3-27b": with_pictures("5376 21504 62 32 16", head_dim=128, query_pre_attn_scalar=168),
     "phi-4": PHI4_FACTS, "llama2-7b": LLAMA2_FACTS, "llama3-8b": LLAMA3_FACTS, "llama3.1-8b": LLAMA31_FACTS,
     "mixtral-8x7b": MIXTRAL_FACTS, "mistral-7b": MISTRAL_FACTS, "qwen3-4b": QWEN3_FACTS, "gpt2": GPT2_FACTS,
     "gpt2-large": GPT2_FACTS | {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0},
@@ -358,7 +404,11 @@ def test_published_config(tmp_path, name):
     assert replace(shape, init_std=MODELS[name].init_std) == MODELS[name]
     ours = config_json(shape, "bfloat16")
     for a, b in ((theirs, ours), (theirs.get("rope_scaling") or {}, ours.get("rope_scaling") or {})):
-        same = [key for key in a.keys() & b.keys() - {"rope_theta", "rope_scaling"} if a[key] == b[key]]
+        same = [
+            key
+            for key in a.keys() & b.keys() - {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+            if a[key] == b[key]
+        ]
         assert {key: repr(a[key]) for key in same} == {key: repr(b[key]) for key in same}  # 8192 == 8192.0
 
 
@@ -372,6 +422,7 @@ def test_config_round_trip(tmp_path, name):
     newer = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
     assert ("rope_parameters" in newer) == (shape.positions == "rope") and read(tmp_path, newer) == shape
     their_own = {*newer, "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "max_window_layers", "num_experts"}
+    their_own.add("rope_local_base_freq")
     assert their_own.issuperset(values)
     if values["model_type"] != "olmo3" or shape.rope_theta == 5e5:
         assert read(tmp_path, {k: v for k, v in values.items() if k != "rope_parameters"}) == shape
@@ -381,6 +432,7 @@ BASE = {
     "llama": LLAMA31_FACTS, "gpt2": GPT2_FACTS, "mixtral": MIXTRAL_FACTS, "mistral": MISTRAL_FACTS,
     "qwen2": QWEN25_FACTS, "qwen3": QWEN3_FACTS, "qwen3_moe": QWEN3_MOE_FACTS, "olmo2": OLMO2_FACTS,
     "olmo3": OLMO3_FACTS, "smollm3": SMOLLM3_FACTS, "phi3": PHI4_FACTS, "ministral": MINISTRAL_FACTS,
+    "gemma3_text": GEMMA3_FACTS, "gemma3": PUBLISHED["gemma3-4b"],
 }  # fmt: skip
 SAME = [  # a family, harmless changes
     ("llama", {"head_dim": None, "mlp_bias": False, "sliding_window": None, "partial_rotary_factor": 1.0}),
@@ -400,6 +452,10 @@ SAME = [  # a family, harmless changes
     ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "truncate": True}}),
     ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0}}),
     ("ministral", {"layer_types": ["sliding_attention"] * 32}),
+    ("gemma3_text", {"sliding_window_pattern": ..., "rope_local_base_freq": ..., "query_pre_attn_scalar": ...}),
+    ("gemma3_text", {"vision_config": {"x": 1}, "hidden_activation": "gelu_new", "hidden_act": "silu"}),
+    ("gemma3_text", {"layer_types": [*([*["sliding_attention"] * 5, "full_attention"] * 5)[:26]]}),
+    ("gemma3", {"vision_config": None, "image_token_id": 5}),
 ]  # fmt: skip
 
 
@@ -412,7 +468,12 @@ def test_harmless_fields(tmp_path, kind, changes):
 MIXED = ["sliding_attention", "full_attention"] * 12
 SHORT = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 SHORT = dict.fromkeys(BASE, SHORT) | {"gpt2": ("vocab_size", "n_embd", "n_layer", "n_head"), "qwen3_moe": SHORT[:-1]}
-THEIRS = {"qwen2": {"hidden_size": 4096, "num_attention_heads": 32}, "ministral": {"head_dim": 128}}
+SHORT |= {"gemma3_text": SHORT["llama"][1:3] + SHORT["llama"][4:], "gemma3": ()}
+THEIRS = {
+    "gemma3": {"text_config": PUBLISHED["gemma3-4b"]["text_config"]},
+    "qwen2": {"hidden_size": 4096, "num_attention_heads": 32},
+    "ministral": {"head_dim": 128},
+}
 THEIRS["smollm3"] = {"use_sliding_window": True, "sliding_window": 8}
 
 
@@ -435,18 +496,25 @@ UNSUPPORTED = (
     ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("qwen3_moe", "decoder_sparse_step", 2),
     ("llama", "sliding_window", 4096), ("llama", "logits_scaling", 0), ("llama", "final_logit_softcapping", 30.0),
     ("llama", "auto_map", {"AutoModel": "m.py"}), ("llama", "num_experts", 8), ("llama", "use_rms_norm", False),
+    ("gemma3_text", "final_logit_softcapping", 30.0), ("gemma3_text", "use_bidirectional_attention", True),
+    ("gemma3_text", "sliding_window_pattern", 4),
     ("llama", "use_sliding_window", True), ("llama", "quantization_config", {"quant_method": "gptq", "bits": 4}),
 )  # fmt: skip
 NEAR = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}
+SCALED = {"sliding_attention": {"rope_type": "linear", "factor": 8.0}, "full_attention": {"rope_theta": 5e5}}
 REFUSED = [  # a family, changes of its config.json above (...: without the key), the message
     *(("llama", {"model_type": m}, "model_type .* is not supported; supported are llama, mistral, .*gpt2")
       for m in ("gemma", {"llama": 1}, "", None, ...)),
+    ("gemma3_text", {"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "'gemma2' is .*attn_logit_softcapping"),
+    ("gemma3", {"text_config": GEMMA3_FACTS | {"hidden_activation": "gelu"}}, "hidden_activation is 'gelu' .supported"),
+    ("gemma3", {"text_config": ...}, "config.json: 'text_config'"), ("gemma3", {"bits": 4}, "unknown key bits"),
     ("llama", scaling(rope_type="longrope"), "rope_scaling of type longrope is not implemented$"),
     ("phi3", scaling(rope_type="yarn", original_max_position_embeddings=...), "rope_scaling of type yarn is not"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "config.json: list index"),
     ("llama", scaling(llama_4_scaling_beta=0.1), "llama_4_scaling_beta is 0.1"),
     ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "mscale": 0.7}}, "mscale is 0.7"),
     ("olmo3", {"rope_parameters": NEAR}, "rope_parameters is .*: not implemented"),
+    ("gemma3_text", {"rope_parameters": SCALED}, "rope_parameters is .*: not implemented"),
     *(("llama", scaling(**{key: ...}), f"{key} is None, expected") for key in SCALING if key != "rope_type"),
     *(("llama", scaling(factor=v), "positive") for v in (0, "8", True, [8.0], float("nan"), float("inf"))),
     ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),

@@ -28,7 +28,8 @@ USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
     "eos_token": ("<|end_of_text|>", "</s>", "<|endoftext|>"),
 }
-STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>")
+STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<end_of_turn>")
+PICTURE = "<image_soft_token>"  # which Gemma 3 1B's tokenizer has beyond the model's vocabulary; no text holds it
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.json alone is refused
 # If two files have the same key, the later file counts.
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
@@ -97,10 +98,15 @@ class ByteTokenizer(Tokenizer):
 
 class SentencePiece(Tokenizer):
     """A tokenizer.model. Like in transformers, tokenizer_class and two settings decide whether a text gets a space
-    before it: add_prefix_space, and legacy, whether also a text that follows a control token."""
+    before it: add_prefix_space, and legacy, whether also a text that follows a control token. special: tokens of the
+    settings; if the model finds them in texts (Gemma), they become control tokens, which it does not."""
 
-    def __init__(self, model: bytes, settings: dict, added: list[dict]):
+    def __init__(self, model: bytes, settings: dict, added: list[dict], special: list[str]):
         from sentencepiece import SentencePieceProcessor
+
+        for token in map(str.encode, special):  # a protobuf message: the text, its score, and 4, a user's symbol
+            piece = re.escape(b"\n" + bytes([len(token)]) + token)
+            model = re.sub(rb"(?s)(%b\x15.{4}\x18)\x04" % piece, b"\\1\x03", model)
 
         is_llama = settings.get("tokenizer_class", "").startswith("LlamaTokenizer")
         self.is_llama = is_llama and settings.get("model_type") not in ("mistral", "mixtral")
@@ -200,18 +206,21 @@ def _read_tokenizer(source: Path) -> Tokenizer:
         settings |= {key: value for key, value in read.items() if value not in (None, [], {})}
     for tokens in (settings.get(key, []) for key in SPECIAL_LISTS):
         listed += map(_text_of, tokens.values() if isinstance(tokens, dict) else tokens)
-    names = {key: _text_of(token) for key, token in settings.items() if key.endswith("_token") and token is not True}
-    added, special = [*settings.get("added_tokens_decoder", {}).values()], [*names.values(), *listed]
+    names = {key: _text_of(token) for key, token in settings.items() if key.endswith("_token") and token not in (0, 1)}
+    added = [*settings.get("added_tokens_decoder", {}).values()]
+    special = [*names.values(), *listed, *(token["content"] for token in added if token.get("special"))]
     is_json = data.lstrip().startswith(b"{")
     try:
-        tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added)
+        tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added, special)
     except Exception as e:  # the libraries' errors have no common class
         raise UserError(f"{source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT} ({e})") from None
     vocab, control, unknown = tokenizer.vocab, tokenizer.control, (names.get("unk_token"), "<unk>", "[UNK]")
-    absent = {*listed, *map(_text_of, added)}.difference(vocab)
+    absent = {*listed, *map(_text_of, added)}.difference(vocab, [PICTURE])
     absent |= {*special}.intersection(vocab).difference(control, unknown)
     if absent:
         raise UserError(f"{source.name} lacks special tokens of the settings, {', '.join(sorted(absent))}: {CONVERT}")
+    for tokens in (vocab, control):
+        tokens.pop(PICTURE, None)
     strips = {t["content"]: [WHITE_SPACE * t.get(end, False) for end in ("lstrip", "rstrip")] for t in tokenizer.flags}
     tokenizer.strips = {text: ends for text, ends in strips.items() if any(ends)}
     tokenizer.reserved = {i for text, i in control.items() if text not in unknown}

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from dataclasses import asdict, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -44,8 +44,11 @@ from model import Transformer
 from shapes import ModelConfig
 from shard import fill_parameters
 
+logger = logging.getLogger("flatland")
+tell_once = cache(logger.info)
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
 IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+PICTURES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")  # tensors that a text part does not have
 HEAD = "lm_head.weight"
 FLOATS = torch.float32, torch.float16, torch.bfloat16  # the dtypes that weights may have
 
@@ -128,7 +131,7 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
     files = [TensorFile(path) for path in find_files(folder)]
-    names = " ".join(name for file in files for name in file.entries)
+    names = " ".join(name for file in files for name in file.entries if not PICTURES.match(name))
     layers = len({*re.findall(r"\b(?:layers|h)\.(\d+)\.", names)})
     if layers != config.n_layers:  # first, because a list of the tensors of many layers takes long
         raise UserError(f"{folder} has {layers} layers, but its config.json names {config.n_layers}")
@@ -141,14 +144,18 @@ def _reader(folder, plan, files, remedy=""):
     stored, wrong, head = {}, [], None  # stored: the file of each tensor, its name there, and its dtype
     for file in files:
         for name, (dtype, shape) in file.entries.items():
-            # Files that were saved without the head lack the names' first part.
-            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
+            if picture := PICTURES.match(name):
+                tell_once(f"{folder}: only the text part is read, without {picture[0]}*")
+                continue
+            # Files that were saved without the head lack the names' first part; a text part has one more.
+            bare = name.replace("language_model.", "")
+            full = next((n for n in (f"model.{bare}", f"transformer.{bare}") if n in expected), bare)
             if full in expected and (dtype not in FLOATS or shape != expected[full]):
                 wrong.append(f"{name} is {list(shape)} {dtype}, expected {list(expected[full])}")
-            if full in expected or not IGNORED.search(name):
+            if full in expected or not IGNORED.search(bare):
                 stored[full] = file, name, dtype
-            elif name == HEAD:
-                head = file
+            elif bare == HEAD:
+                head = partial(file.read, name)
     missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
     if wrong or missing or extra:
         problems = {"missing": missing, "unexpected": extra, "of another shape or dtype": wrong}
@@ -169,9 +176,9 @@ def _reader(folder, plan, files, remedy=""):
     if head:
         whole = slice(None), slice(None)
         values = read("embed_tokens.weight", whole)
-        if not torch.equal(head.read(HEAD, whole).to(values.dtype), values):
+        if not torch.equal(head(whole).to(values.dtype), values):
             raise UserError(
-                f"{head.path}: {HEAD} differs from the embedding, but config.json ties them: set its"
+                f"{folder}: {HEAD} differs from the embedding, but config.json ties them: set its"
                 " tie_word_embeddings to false to use this head"
             )
     return read
@@ -267,9 +274,6 @@ def open_trained(saved: Trained, ranks: Ranks = ALONE) -> Read:
         return saved.read_weights
     base = open_weights(local_path(config.weights, "--weights"), config.model_config)
     return lora.merge(base, saved.read_weights, config)
-
-
-logger = logging.getLogger("flatland")
 
 
 def load_model(
