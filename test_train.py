@@ -2,6 +2,7 @@
 
 Oracles: an uninterrupted run for resume, one process for several, the metrics file for the screen."""
 
+import gc
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 import checkpoint
+import train as train_module
 from base import host
 from base.errors import exit_status
 from data import make_loader
@@ -293,6 +295,32 @@ def test_fp32_is_not_multiplied_as_tf32(tmp_path, text, monkeypatch):
     for dtype in ("fp32", "tf32", "bf16"):
         host.set_numerics(dtype, False)
     assert products == ["fp32", "highest", "high", "high"]
+
+
+def test_the_collector_runs_at_records_only(tmp_path, text, monkeypatch):
+    """Whatever garbage a step leaves. The first pass and those at saves visit all generations."""
+    passes, steps, rate = [], [0], train_module.learning_rate
+
+    def litter(config, step):
+        steps.append(step)
+        for _ in range(3000):
+            cycle = []
+            cycle.append(cycle)
+        return rate(config, step)
+
+    def note(phase, info):
+        passes.append((steps[-1], info["generation"]))
+
+    monkeypatch.setattr(train_module, "learning_rate", litter)
+    monkeypatch.setattr("log.Log.draw", lambda *_, **__: None)  # matplotlib takes seconds to start
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    gc.callbacks.append(note)
+    try:
+        flags = [*FAST, "--data", text, "--log_every", "10", "--save_every", "20", "--steps", "25"]
+        assert train_main([*flags, "--eval_every", "0", "--out", str(tmp_path / "run")]) == 0
+    finally:
+        gc.callbacks.remove(note)
+    assert [p for p in passes if 1 <= p[0] < 25][::2] == [(1, 2), (10, 1), (20, 2)] and gc.isenabled()
 
 
 def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):

@@ -10,6 +10,7 @@ clips, and updates the parameters with AdamW or Muon. Between records Python run
 therefore always has work. `Gradients.check` in optim.py draws this as a time line.
 """
 
+import gc
 from types import SimpleNamespace
 
 from base import errors
@@ -91,7 +92,7 @@ def train(config: Config, run: Run) -> None:
     saver = checkpoint.Saver(config, run, model, optimizer, data, start)
     log = Log(config, run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    with saver, log, profile_steps(config.profile, run) as profiler:
+    with saver, log, host.without_collector(), profile_steps(config.profile, run) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
@@ -120,6 +121,11 @@ def train(config: Config, run: Run) -> None:
                 log.draw()
             if todo.sample:
                 log.add(step, sample=write_samples(config, run, model, step))
+            if step == start + 1:
+                gc.collect()
+                gc.freeze()  # later passes skip what the run keeps, which takes them a hundred times as long
+            elif todo.record:
+                gc.collect(2 if todo.save else 1)  # at the same step on all ranks
             if todo.stop:
                 break
             run.clock.switch("steps", step)
