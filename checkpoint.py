@@ -70,7 +70,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from base.ranks import ALONE, Ranks, gather, on_every_rank, on_first_rank
 from base.tensors import Slices, TensorFile, assemble, local, shard_slices, sharding, write_file
-from config import FIELDS, Config, fields_that_resume
+from config import Config, fields_that_resume, from_json
 from data import Loader
 from dataset.prepare import knows_text
 from dataset.rows import merge_positions
@@ -457,11 +457,8 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """The settings of the run that saved it, without flags that this version does not have."""
-        saved = self.manifest["config"]
-        values = {f.name: saved[f.name] for f in FIELDS if f.name in saved}
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return Config(**values, model_config=self.model_config)
+        """The settings of the run that saved it."""
+        return replace(from_json(self.manifest["config"]), model_config=self.model_config)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -21,7 +21,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from base.disk import ROOT, VERSION, read_object
+from base.disk import ROOT, VERSION
 from base.errors import Parser, UserError, nearest
 from shapes import MODELS, ModelConfig
 
@@ -378,13 +378,12 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_run(folder: Path) -> "Config":
-    """The settings of a run folder. Those that this version does not know are left out."""
-    values, known = read_object(folder / "flags.json"), {f.name for f in FIELDS}
+def from_json(values: dict) -> Config:
+    """The settings that flags.json or a manifest has stored. Those that this version does not know are left out."""
+    values = {f.name: values[f.name] for f in FIELDS if f.name in values}
     if isinstance(field := values.get("text_field"), str):  # version 0.3 had one at most
         values["text_field"] = field.split()
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Config(**{name: value for name, value in (values | lists).items() if name in known})
+    return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:

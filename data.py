@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from base.disk import plural, read_ahead, sample_digest
+from base.disk import plural, read_ahead, read_object, sample_digest
 from base.errors import Parser, UserError, naming, prepare_python, run_script
-from config import Config, check_values, choose_lanes, parse_args, read_run, row_groups, split_batch
+from config import Config, check_values, choose_lanes, from_json, parse_args, row_groups, split_batch
 from dataset.prepare import main as run_text_command
 from inputs import settle_model, settled_args
 
@@ -413,7 +413,7 @@ def main(argv: list[str]) -> None:
     args, words = parser.parse_known_args(argv[1:])
     if args.run and words:
         raise UserError(f"show --run takes no {words[0]}: the run has its flags")
-    loader = make_loader(read_run(args.run) if args.run else parse_args(words))
+    loader = make_loader(from_json(read_object(args.run / "flags.json")) if args.run else parse_args(words))
     rows = args.n or (loader.step_rows if args.step else min(3, loader.epoch_rows or 3))
     for text in show(loader, args.step or 1, rows):
         print(text, flush=True)

@@ -18,7 +18,7 @@ import shutil
 from dataclasses import asdict, replace
 from functools import cache, partial, reduce
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -244,15 +244,6 @@ def open_adapter(folder: Path, config: Config) -> Read:
 # ---- the model of a checkpoint
 
 
-class Trained(Protocol):
-    """The part of a checkpoint.Checkpoint that an export reads. This file does not import it."""
-
-    config: Config
-    model_config: ModelConfig
-    manifest: dict
-    read_weights: Read
-
-
 def base_fingerprint(config: Config, ranks: Ranks = ALONE) -> str:
     """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
     if not (config.lora and config.weights):
@@ -266,8 +257,9 @@ def refuse_other_base(config: Config, fingerprint: str, ranks: Ranks = ALONE) ->
         raise UserError(f"--weights {config.weights} has changed since the adapters were trained on it: restore it")
 
 
-def open_trained(saved: Trained, ranks: Ranks = ALONE) -> Read:
-    """read(name, slices) of all weights, with adapters merged into the weights of --weights. All ranks must call."""
+def open_trained(saved, ranks: Ranks = ALONE) -> Read:
+    """read(name, slices) of all weights, with adapters merged into the weights of --weights. saved: a
+    checkpoint.Checkpoint, also below. All ranks must call."""
     config = saved.config
     refuse_other_base(config, saved.manifest["base"], ranks)
     if not config.lora:
@@ -386,7 +378,7 @@ def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **
 
 
 def export_trained(
-    saved: Trained, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, spec: str | None = None, **how
+    saved, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, spec: str | None = None, **how
 ) -> None:
     """Writes a Hugging Face folder with the run's tokenizer, and the chat template if the run trained on conversations.
     It names the longest text that was trained on. spec: another tokenizer than the run's; empty: none is written, as
@@ -401,7 +393,7 @@ def export_trained(
     export(shape, read, folder, dtype, tokenizer=tokenizer, chat_format=chat_format, ranks=ranks, **how)
 
 
-def export_run(saved: Trained, run: Path, ranks: Ranks, spec: str) -> None:
+def export_run(saved, run: Path, ranks: Ranks, spec: str) -> None:
     """Writes the folders hf/ and, with adapters, adapter/ of a run that ends. spec: as for export_trained. All ranks
     must call."""
     try:
