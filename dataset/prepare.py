@@ -194,7 +194,7 @@ class Encoder(NamedTuple):
         text, conversations = self.read(row)
         if not conversations:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
-        answers = [messages[-1] for messages, *_ in conversations]
+        answers = [message for messages, *_ in conversations for message in messages[-1:]]  # a bad row may have none
         if self.pairs and not all(str(a.get("content", "")).strip() or "tool_calls" in a for a in answers):
             return [], "pair", [("a pair with an empty answer is dropped", str(answers))]
         rendered, notes, template = [], [], chat_template(tokenizer, self.chat)
