@@ -35,7 +35,7 @@ from itertools import count
 from pathlib import Path
 
 from base.disk import MISSING_FILE, checksum, fsync_path, read_json, retry, write_whole
-from base.errors import Failure, Parser, UserError, check_words, prepare_python, run_script
+from base.errors import Failure, Parser, UserError, check_words, describe_error, prepare_python, run_script
 
 # ---- the command line, parsed before torch is imported, which takes seconds
 
@@ -84,6 +84,7 @@ FORMAT = 4
 FILE_BYTES = 2**31  # of a file, and at most one tensor more: they are copied into the host's memory to be written
 OPEN_FILES = 64  # of a checkpoint, at a time
 PROBE = 128  # tokens of the probe
+TRIES, PAUSE = 3, 30  # saves in a row that may fail; seconds between tries of the last save
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
 TOLERANCE = {
     torch.float32: 0.002,
@@ -186,8 +187,9 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
 
 class Saver:
     """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's shards into the
-    host's memory, and a thread writes them. Each save waits for the previous save. If an error ends the loop, the
-    context manager waits for the save in progress. All ranks must make one."""
+    host's memory, and a thread writes them. Each save waits for the previous save. After a save that has failed, the
+    next step is saved, then the next one that is due; TRIES failures in a row end the run. If an error ends the loop,
+    the context manager waits for the save in progress. All ranks must make one."""
 
     def __init__(self, config: Config, run: Run, model: nn.Module, optimizer: Optimizer, data: Loader, start: int):
         """start: the last step before this start of the run."""
@@ -198,6 +200,8 @@ class Saver:
         # A checkpoint after `start` is damaged: otherwise the run would resume from it. A fresh start (0) renames none.
         on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
         self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+        self.failures = self.in_a_row = 0  # saves that have failed, as all ranks know; since the last one that has not
+        self.again = False  # whether to save the next step
 
     def __enter__(self) -> "Saver":
         return self
@@ -207,22 +211,35 @@ class Saver:
             with self.run.phase("saves"):
                 futures.wait([self.writing], ANSWER)  # seconds
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank knows that the save in progress has failed."""
-        return self.writing is not None and self.writing.done() and self.writing.exception() is not None
+    def count_failures(self) -> int:
+        """Saves that have failed, as far as this rank knows."""
+        return self.failures + bool(self.writing and self.writing.done() and self.writing.exception())
 
-    def save(self, step: int, row: Tensor, facts: dict | None = None) -> float:
+    def must_repeat(self, failures: int) -> bool:
+        """Whether to save this step because the save before has failed. failures: the most that a rank has counted.
+        All ranks must call, with the same number."""
+        if failures > self.failures:
+            self.wait()
+        return self.again
+
+    def save(self, step: int, row: Tensor, facts: dict | None = None, last: bool = False) -> float:
         """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
-        training waited. row [T]: tokens for the probe. facts: more for the manifest. Raises an error of this save or
-        the previous save on all ranks. All ranks must call."""
+        training waited. row [T]: tokens for the probe. facts: more for the manifest. last: training ends here, so the
+        save is awaited, and tried TRIES times. All ranks must call."""
         begin = time.perf_counter()
+        copies = self.config.save_async and self.config.offload == "none" and not last
         with self.run.phase("saves"):
             self.wait()
-            self._start(step, row, facts or {})
+            self.again = False
+            self._start(step, row, facts or {}, copies)
+            if last:
+                self.in_a_row = 0
+            while not copies and not self.wait() and last:
+                time.sleep(PAUSE)
+                self._start(step, row, facts or {}, copies)
         return 1e3 * (time.perf_counter() - begin)
 
-    def _start(self, step: int, row: Tensor, facts: dict) -> None:
+    def _start(self, step: int, row: Tensor, facts: dict, copies: bool) -> None:
         positions = gather(on_every_rank(self.data.state_dict, self.ranks), self.ranks)
         compare_replicas(self.model, self.ranks, self.run.mesh, step)
         tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
@@ -239,18 +256,29 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
-        copies = self.config.save_async and self.config.offload == "none" and step < self.config.steps
         if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
             tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
         self.writing = self.thread.submit(self._write, manifest, tensors, layouts)
-        if not copies:
-            self.wait()
 
-    def wait(self) -> None:
-        """Waits until the save is on disk. Raises its error on all ranks. All ranks must call."""
+    def wait(self) -> bool:
+        """Waits for the save in progress -> whether it is on disk. Raises Failure if it is one failure too many. All
+        ranks must call."""
+        if not self.writing:
+            return True
         with self.run.phase("saves"):
-            if self.writing:
-                self.writing.result()
+            error = self.writing.exception()
+        self.writing = None
+        if not error:
+            self.in_a_row = 0
+            return True
+        self.failures += 1
+        self.in_a_row += 1
+        self.again = self.in_a_row == 1
+        message = f"Saves that have failed in a row: {self.in_a_row} of {TRIES}: {describe_error(error)[1]}"
+        if self.in_a_row == TRIES:
+            raise Failure(f"Stopped by {self.run.stopped_by} without a save. " * bool(self.run.stopped_by) + message)
+        logger.warning(f"{message}. It is tried again")
+        return False
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, Layout]) -> None:
         """Runs in the thread: every rank writes its shards, then rank 0 writes the manifest."""

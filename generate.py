@@ -212,8 +212,8 @@ def sample(model: Transformer, texts: list[Text], context: int, **how) -> Iterat
 
 
 def write_samples(config: Config, run: Run, model: Transformer, step: int) -> str:
-    """A text of the model in training, which is also logged and added to samples.txt. All ranks must call: sharded
-    layers are gathered for every token."""
+    """A text of the model in training, which is also logged. All ranks must call: sharded layers are gathered for every
+    token."""
     with run.phase("samples"):
         tokenizer = load_tokenizer(config.tokenizer)
         ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
@@ -226,10 +226,7 @@ def write_samples(config: Config, run: Run, model: Transformer, step: int) -> st
         text = config.prompt + text.answer
         free_gathered(model)
         model.train()
-        if run.ranks.rank == 0:
-            logger.info("Sample after step %d:\n%s", step, text)
-            with open(run.folder / "samples.txt", "a", encoding="utf-8") as f:
-                f.write(f"--- step {step}\n{text}\n")
+        logger.info("Sample after step %d:\n%s", step, text)
     return text
 
 

@@ -4,9 +4,9 @@ env.json; and --profile.
     python log.py plot RUN [RUN ...] [-o FILE]        the curves of runs in one picture
     python log.py track RUN [RUN ...] [--to NAMES]    sends the records of finished runs to trackers
 
-Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metrics.jsonl is the reference: a
-resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
-(WANDB_MODE, WANDB_PROJECT) work as usual."""
+Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metrics.jsonl is the reference: the
+trackers get its records. Nothing here stops training: threads write and send (base/background.py), and try again after
+an error. The variables of wandb (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
 import importlib.util
 import itertools
@@ -17,8 +17,10 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from base.background import Appender, Background
 from base.disk import ROOT, read_json, write_json, write_whole
 from base.errors import Parser, UserError, prepare_python, run_script
 
@@ -31,17 +33,18 @@ from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
 from base.host import describe_environment, memory_gib, peak_flops
-from base.ranks import on_first_rank, sum_over_ranks
+from base.ranks import sum_over_ranks
 from config import PROFILE_AFTER, Config
 from curves import draw_runs, read_records
 from hf.lora import flops_per_token
-from job.job import logger
+from job.job import LAST, logger
 from model import IGNORE, Transformer
 from optim import DTYPES
 from preferences import FIGURES
 from shard import mesh_shape
 
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
+TRACKERS = 60  # seconds that the end of a run waits for a tracker, twice
 LINE = (  # of a record on the screen, which other programs parse
     "Batch {step} Loss: {loss:.5f}, Speed: {samples_per_s:.2f} samples/sec, lr: {lr:.6f}, {tok_per_s:.0f} tok/s,"
     " mfu {mfu:.1%}, grad norm {grad_norm:.3f}, mem {mem_gib:.2f} GiB"
@@ -102,7 +105,10 @@ class Log:
     def __init__(self, config: Config, run, model: Transformer, start: int, sources: list[str] = ()):
         """run: a job.job.Run. start: the last finished step. sources: names of the entries of a mixture."""
         self.run, self.config, self.ranks, self.clock = run, config, run.ranks, run.clock
-        self.file = run.folder / "metrics.jsonl"
+        self.file = Appender(run.folder / "metrics.jsonl")
+        self.samples = Appender(run.folder / "samples.txt")
+        self.status = Background("status.json", lambda: None)
+        self.picture = Background("curves.png", self._draw)
         self.flops_per_token = flops_per_token(config)
         self.peak, self.peak_source = peak_flops(self.ranks.device, model.dtype)
         self.sources = sources
@@ -112,23 +118,27 @@ class Log:
         self.pair_sums = torch.zeros(1 + len(FIGURES), dtype=torch.float64, device=self.ranks.device)
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
-        self.trackers = {}
-        self.drawing = None  # a process that draws
+        self.trackers: list[Tracker] = []
         self.drawn_at = -math.inf
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
-            keep_records(self.file, start)
+            keep_records(self.file.path, start)
 
     def __enter__(self) -> "Log":
         if self.ranks.rank == 0:
-            self.trackers = {name: open_tracker(name, self.run.folder) for name in self.config.track}
+            self.trackers = [Tracker(name, self.run.folder, self.last[0]) for name in self.config.track]
         return self
 
     def __exit__(self, kind: type | None, *error) -> None:
-        if kind is None:
-            self.draw(last=True)
-        for tracker in self.trackers.values():
-            tracker.finish()
+        with self.run.phase("end"):
+            for file in (self.file, self.samples):
+                if file.waiting:
+                    file.finish(5 if kind else LAST)
+            if kind is None:
+                self.draw(last=True)
+            for tracker in self.trackers:
+                tracker.work = tracker.close
+                tracker.finish(5 if kind else TRACKERS)
 
     def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
         """Writes flags.json, env.json and the head of the log. data, val_data: the Loaders.
@@ -147,8 +157,8 @@ class Log:
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
         }
-        write_json(folder / "flags.json", config.flags())
-        write_json(folder / "env.json", env)
+        for name, value in (("flags.json", config.flags()), ("env.json", env)):
+            Background(name, partial(write_json, folder / name, value)).start()
         lines = [
             f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"
             f" compile {config.compile}, attention {attention}",
@@ -208,7 +218,7 @@ class Log:
         if self.predicted and step == self.config.steps:
             measured = {name: record[name] for name in self.predicted}
             plan = {"step": step, "predicted": self.predicted, "measured": measured}
-            write_json(self.run.folder / "plan.json", plan)
+            Background("plan.json", partial(write_json, self.run.folder / "plan.json", plan)).start()
 
     def _gather(self, data_ms: float) -> dict[str, float]:
         """The figures that need every rank: the longest wait for data and its rank, memory, losses by source and
@@ -234,37 +244,36 @@ class Log:
         return figures
 
     def add(self, step: int, **values: float | str) -> None:
-        """Adds a step's record, or a separate record for values that arrived later. All ranks must call."""
-        if values:
-            on_first_rank(lambda: self._write({"step": step} | values), self.ranks)
-
-    def _write(self, record: dict[str, float | str]) -> None:
-        """On rank 0, which also updates status.json. A non-finite value (--on_nonfinite skip) becomes null."""
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with open(self.file, "a") as f:
-            f.write(json.dumps(record) + "\n")
-        self.run.write_status("running", record["step"])
-        for name, tracker in [*self.trackers.items()]:
-            try:
-                tracker.log(_rename(record), step=record["step"])
-            except Exception as e:
-                del self.trackers[name]
-                logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
+        """Adds a step's record, or a separate record for values that arrived later; a sample is also added to
+        samples.txt. Rank 0 writes it and updates status.json. A non-finite value (--on_nonfinite skip) becomes
+        null."""
+        if self.ranks.rank or not values:
+            return
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.file.write(json.dumps({"step": step} | record) + "\n")
+        self.file.flush()
+        if "sample" in values:
+            self.samples.write(f"--- step {step}\n{values['sample']}\n")
+            self.samples.flush()
+        self.status.work = partial(self.run.write_status, "running", step)
+        self.status.start()
+        for tracker in self.trackers:
+            tracker.start(0.0)
 
     def draw(self, last: bool = False) -> None:
-        """Draws curves.png on rank 0, in another process, at most once in DRAW_EVERY seconds and at the end (`last`),
-        where it waits."""
+        """Draws curves.png on rank 0, at most once in DRAW_EVERY seconds and at the end (`last`), where it waits."""
         now = time.perf_counter()
         if self.ranks.rank or (now < self.drawn_at + DRAW_EVERY and not last):
             return
-        code = "import sys, pathlib, curves; curves.draw_run(pathlib.Path(sys.argv[1]))"  # it needs no torch
-        command = sys.executable, "-c", code, str(self.run.folder.absolute())
+        self.drawn_at = now
         with self.run.phase("plots"):
-            if self.drawing:
-                self.drawing.wait()
-            self.drawn_at, self.drawing = now, subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-            if last and self.drawing.wait():
-                logger.warning(f"curves.png was not drawn; `python log.py plot {self.run.folder}` says why")
+            self.picture.finish(DRAW_EVERY) if last else self.picture.start(0.0)
+
+    def _draw(self) -> None:
+        """In another process, which needs no torch."""
+        code = "import sys, pathlib, curves; curves.draw_run(pathlib.Path(sys.argv[1]))"
+        command = sys.executable, "-c", code, str(self.run.folder.absolute())
+        subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=True)
 
 
 def keep_records(file: Path, start: int) -> None:
@@ -292,26 +301,54 @@ def refuse_trackers(names: tuple[str, ...]) -> None:
             raise UserError(f"tracker {name!r}: expected tensorboard or wandb, after `pip install tensorboard wandb`")
 
 
-def open_tracker(name: str, folder: Path):
-    """A run of wandb, or a TensorBoard, which has received the records in metrics.jsonl."""
-    records = read_records(folder)
-    try:
-        tracker = TensorBoard(folder) if name == "tensorboard" else _start_wandb(folder, not records)
-        for record in records:
-            tracker.log(_rename(record), step=record["step"])
-    except Exception as e:
-        raise UserError(f"--track {name}: {e}") from None
-    return tracker
+class Tracker(Background):
+    """Sends the records in metrics.jsonl to a tracker. NAME.json in the run folder tells how many bytes of them it has,
+    and their last step: a resume sends the others. After an error the tracker is opened again."""
+
+    def __init__(self, name: str, folder: Path, last: int = 0):
+        """last: the last step in metrics.jsonl, which a resume may have shortened."""
+        super().__init__(f"--track {name}", self.send)
+        self.open = _start_wandb if name == "wandb" else TensorBoard
+        self.folder, self.note, self.tracker = folder, folder / f"{name}.json", None
+        size = (folder / "metrics.jsonl").stat().st_size
+        self.state = {"sent": 0, "step": 0} | (read_json(self.note) if size else {})
+        if self.state["sent"] > size:
+            self.state |= {"sent": size, "step": last}
+
+    def send(self) -> None:
+        """Sends the records that the tracker lacks."""
+        try:
+            self.tracker = self.tracker or self.open(self.folder, self.state)
+            state = {**self.state}
+            with open(self.folder / "metrics.jsonl", "rb") as file:
+                file.seek(state["sent"])
+                for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
+                    record = json.loads(line)
+                    self.tracker.log(_rename(record), step=record["step"])
+                    state |= {"sent": state["sent"] + len(line), "step": record["step"]}
+            if self.open is TensorBoard:
+                self.tracker.writer.flush()
+            write_json(self.note, state)
+            self.state = state
+        except Exception:
+            self.tracker = None
+            raise
+
+    def close(self) -> None:
+        self.send()
+        self.tracker.finish()
 
 
 class TensorBoard:
     """Writes records as a run of wandb does."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, state: dict):
         from torch.utils.tensorboard import SummaryWriter
 
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # all records are sent again
-        self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        if not state["sent"]:
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        # Records after that step are sent again: TensorBoard leaves out the old ones.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=state["step"] + 1)
         self.finish = self.writer.close
 
     def log(self, record: dict, step: int) -> None:
@@ -322,20 +359,19 @@ class TensorBoard:
                 self.writer.add_scalar(name, value, step)
 
 
-def _start_wandb(folder: Path, fresh: bool):
-    """A resumed run keeps its id, which is in wandb.json; the server ignores steps that it has already."""
+def _start_wandb(folder: Path, state: dict):
+    """A resumed run keeps its id; the server ignores steps that it has already."""
     import wandb
 
-    file = folder / "wandb.json"
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatland"),
         name=folder.name,
-        id=None if fresh else read_json(file).get("id"),
+        id=state.get("id"),
         resume="allow",
         dir=str(folder),
         config=read_json(folder / "flags.json"),
     )
-    write_json(file, {"id": run.id})
+    state["id"] = run.id
     return run
 
 
@@ -357,7 +393,12 @@ def main(argv: list[str]) -> None:
     names = args.to.split(",")
     refuse_trackers(names)
     for name, folder in itertools.product(names, args.runs):
-        open_tracker(name, folder).finish()
+        tracker = Tracker(name, folder)
+        tracker.state |= {"sent": 0, "step": 0}  # all records again
+        try:
+            tracker.close()
+        except Exception as e:
+            raise UserError(f"--track {name}: {e}") from None
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ SMALL += ["--ffn_dim", "16", "--seq_len", "16"]
 def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, start: int = 0):
     """Like train.py, without a loader and a run."""
     data = SimpleNamespace(state_dict=lambda: position)
-    run = SimpleNamespace(ranks=ranks, mesh=mesh, folder=Path(config.out), nonce=32 * "0", phase=nullcontext)
+    run = {"ranks": ranks, "mesh": mesh, "folder": Path(config.out), "nonce": 32 * "0", "phase": nullcontext}
+    run = SimpleNamespace(**run, stopped_by="SIGTERM")
     return checkpoint.Saver(config, run, model, optimizer, data, start)
 
 
@@ -161,8 +162,12 @@ def reshard() -> None:
     export_trained(saved, run / "hf", torch.float32, ranks, shard_gb=1e-4)
     if ranks.rank == 1:
         checkpoint._write_shards = lambda *args: Path("/no/such/folder").stat()
-    with pytest.raises(Failure, match="rank 1 on .*/no/such/folder"):
-        save(run, 6, model, optimizer, {}, config, ranks, mesh, 5)
+    checkpoint.PAUSE = 0
+    with pytest.raises(Failure, match="3 of 3: rank 1 on .*/no/such/folder"):
+        make_saver(model, optimizer, {}, replace(config, out=str(run)), ranks, mesh, 5).save(
+            6, torch.arange(20), last=True
+        )
+    assert ranks.rank or not [*run.glob("checkpoints/*.tmp*")]
     leave(ranks)
 
 
@@ -345,17 +350,18 @@ def test_which_checkpoint_a_run_resumes_from(tmp_path):
         checkpoint.find(config)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog, monkeypatch):
     """A real one: a checkpoint has 1.5 MB, the disk 2 MB. A run warns at its start."""
     disk = mount("2m")
     config, model, optimizer = make_state(disk)
     save(disk, 1, model, optimizer, {}, config)
     plan.refuse_without_room(replace(config, dtype="fp32"), ALONE)
     assert re.search("The first save will fail: it needs 1.51 MB, .* has [0-9]+ kB", caplog.text)
-    with pytest.raises(OSError, match="No space left on device") as error:
-        save(disk, 2, model, optimizer, {}, config)
-    message = describe_error(error.value)[1]
-    assert re.match("the disk is full: .* No space left on device: ", message)
+    monkeypatch.setattr(checkpoint, "PAUSE", 0)
+    message = "Stopped by SIGTERM without a save. .*: 3 of 3: the disk is full: .* No space left on device: "
+    with pytest.raises(Failure, match=message):
+        make_saver(model, optimizer, {}, config).save(2, torch.arange(20), last=True)
+    assert [caplog.text.count(f"{n} of 3: the disk is full") for n in (1, 2)] == [1, 1]
     assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["step-00000001"]
     assert checkpoint.find(config)[0].step == 1
 

@@ -379,10 +379,79 @@ def test_a_save_in_the_background_equals_an_awaited_one_and_its_error_ends_the_r
         assert weights_of(tmp_path / "run", step) == weights_of(tmp_path / "other", step)
     monkeypatch.setattr(checkpoint, "write_file", full)
     output = run_here(tmp_path / "run", *flags, "--steps", 60, "--save_every", 5, status=1)
-    assert output.count("the disk is full") == 1
-    assert losses(tmp_path / "run")[-1][0] <= 15  # a step after the error, and before another save is begun
+    assert [output.count(f"in a row: {n} of 3: the disk is full") for n in (1, 2, 3)] == [1, 1, 1]
+    assert losses(tmp_path / "run")[-1][0] <= 15  # the saves that fail: of step 10, a step soon after, and step 15
     names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {f"step-0000000{step}" for step in (2, 4, 6)}
+
+
+@pytest.mark.parametrize("failures, saved", [
+    ({1}, [6, 10, 12]), ({1, 2}, [10, 12]), ({1, 2, 3}, []), ({2, 3}, [5, 12]), ({3, 4}, [5, 10, 12]),
+    ({3, 4, 5}, [5, 10]),
+])  # fmt: skip
+def test_a_failed_save_is_repeated_after_the_next_step_and_when_one_is_due(
+    tmp_path, run_here, monkeypatch, failures, saved
+):
+    """The third failure in a row ends the run. The last save is tried three times by itself."""
+    write, count = checkpoint.write_file, itertools.count(1)
+    monkeypatch.setattr(checkpoint, "PAUSE", 0)
+    monkeypatch.setattr(checkpoint, "write_file", lambda *a: full() if next(count) in failures else write(*a))
+    flags = ["--save_every", 5, "--save_async", "off", "--steps", 12, "--keep", 9]
+    run_here(tmp_path / "run", *flags, status=int(len(failures) > 2))
+    names = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    assert names == [f"step-{step:08d}" for step in saved]
+    if len(failures) > 2:
+        assert_ended(tmp_path / "run", "failed", "Saves that have failed in a row: 3 of 3: the disk is full")
+
+
+OUTAGE = """
+def fail_disk(part, code, ends):  # until ends(), for paths with that part
+    lstat = os.lstat
+    def refuse(path):
+        if not ends() and part in str(path):
+            raise OSError(code, os.strerror(code), str(path))
+    sys.addaudithook(lambda event, args: event in EVENTS and refuse(args[0]))
+    os.lstat = lambda path, **how: (refuse(path), lstat(path, **how))[1]
+EVENTS = {"open", *(f"os.{name}" for name in "rename remove mkdir rmdir utime scandir listdir truncate".split())}
+"""
+DAMAGED = {  # a kind of file, what the log says once
+    "/run/lock": "run/lock cannot be renewed",
+    "/run/status": "status.json fails and",
+    "/run/metrics": "metrics.jsonl fails and",
+    "/run/samples": "samples.txt fails and",
+    "/run/log.txt": "log.txt fails and",
+    "/run/tensorboard": "--track tensorboard fails and",
+    "/run/curves": "",
+    "/run/checkpoints": "in a row: 1 of 3: ",
+    "/run/": "metrics.jsonl fails and",
+}
+
+
+@pytest.mark.parametrize("files", [*(pytest.param(k, marks=pytest.mark.slow) for k in [*DAMAGED][:-1]), "/run/"])
+def test_a_disk_that_fails_for_a_while_costs_nothing(tmp_path, text, run_here, files):
+    """In steps 8 to 57. A checkpoint may be missing, but nothing else."""
+    code = f"""{OUTAGE}
+from base import background, disk; from job import watchdog
+background.PAUSES, disk.LEASE, watchdog.BEAT, works = (1.0,), 0.5, 0.05, []
+at_step(8, lambda: fail_disk({files!r}, {errno.ESTALE}, lambda: works))
+at_step(58, lambda: works.append(True))
+{SLOWER.format(0.02)}"""
+    run, flags = (
+        tmp_path / "run",
+        ["--save_every", 40, "--sample_every", 5, "--track", "tensorboard", "--eval_every", 40],
+    )
+    run_job(run, text, *flags, "--steps", 100, code=code)
+    assert_ended(run, "finished", "")
+    log = (run / "log.txt").read_text()
+    assert log.count(DAMAGED[files]) == 1 or not DAMAGED[files], log
+    assert [step for step, _ in losses(run)] == [*range(1, 101)]
+    assert [*map(int, re.findall("--- step (.*)", (run / "samples.txt").read_text()))] == [*range(5, 101, 5)]
+    assert [step for step, *_ in checkpoint.verify(run)] == [80, 100]
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = accumulator.EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss")
+    assert {event.step: event.value for event in shown} == pytest.approx(dict(losses(run)))
+    assert len(shown) == 100
+    run_here(run, "--steps", 101, *flags[:2])
 
 
 # ---- storage
@@ -405,7 +474,9 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, run_here, monkeyp
 def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_here, monkeypatch):
     write, gone = train.Log.step, tmp_path / "gone"  # at once: a save may be on
     with monkeypatch.context() as m:
-        m.setattr(train.Log, "step", lambda log, n, *a: (n == 4 and log.file.parent.rename(gone), write(log, n, *a)))
+        m.setattr(
+            train.Log, "step", lambda log, n, *a: (n == 4 and log.file.path.parent.rename(gone), write(log, n, *a))
+        )
         output = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2, status=1)
     assert f"No such file or directory: '{tmp_path / 'run'}/" in output
     assert not (tmp_path / "run").exists()
@@ -433,8 +504,8 @@ log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda *_, 
 RANK = int(os.environ.get("RANK", 0))
 
 def at_step(n, do):  # with the data of that step
-    clock, count = guard.Clock.part, itertools.count(1)
-    guard.Clock.part = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
+    clock, count = guard.Clock.phase, itertools.count(1)
+    guard.Clock.phase = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
 
 {code}
 errors.run_script(train.main)

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,9 +20,10 @@ from matplotlib.figure import Figure
 
 import curves
 import log
-from base import disk, errors
+from base import background, disk, errors
 from base.ranks import Ranks
 from job.job import Clock, logger, start_logging
+from job.test_job import wait_until
 from log import Log, refuse_trackers
 from model import MODELS
 from test_train import FAST, metrics, train
@@ -119,7 +121,6 @@ def test_records(tmp_path, passes, monkeypatch):
     """Two ranks, of which the second waits longer for data and needs more memory; the first step compiles. An
     evaluation and a save between records do not count as time of steps."""
     monkeypatch.setattr(log, "sum_over_ranks", lambda sums, mine, _: (sums, [mine, [2 * mine[0], 4096.0]]))
-    monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: work())
     run = make_log(tmp_path, part="compile", world_size=2)
     clock = run.clock
     for step in range(1, 6):
@@ -223,6 +224,32 @@ def test_runs_are_drawn_over_each_other(tmp_path):
 # ---- files
 
 
+class Torn(io.FileIO):
+    """A file on a disk that has room for three bytes."""
+
+    def write(self, data):
+        super().write(data[:3])
+        raise OSError(28, "No space left on device")
+
+
+def test_what_a_disk_refuses_is_written_later_and_once(tmp_path, monkeypatch, caplog):
+    """Of what is too much to keep, the last is left out."""
+    monkeypatch.setattr(background, "PAUSES", (0.01,))
+    monkeypatch.setattr(background, "KEPT", 4)
+    file = background.Appender(tmp_path / "a")
+    with monkeypatch.context() as m:
+        file.write("line 0\n")
+        file.flush()
+        m.setattr(background, "open", Torn, raising=False)
+        for i in range(1, 7):
+            file.write(f"line {i}\n")
+            file.flush()
+        wait_until(lambda: file.intact == 7)
+    file.finish(60)
+    assert (tmp_path / "a").read_text() == "line 0\nline 1\nline 2\nline 3\nline 4\n"
+    assert caplog.text.count("a fails and is tried again; the run continues: OSError") == 1
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
     disk.write_whole(tmp_path / "a", "old content")
@@ -264,14 +291,22 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
             record(run, step, 10.0 - step, save_ms=7.0)
             if step % 3 == 0:
                 run.add(step, sample=f"text {step} of {last}\n")
-        run.trackers["tensorboard"].writer.flush()  # a thread that outlived the kill would write into the new folder
+        for tracker in run.trackers:
+            tracker.thread.join()
+            tracker.start(60)
     start_logging(tmp_path)
-    run.trackers["other"] = mock.Mock(log=mock.Mock(side_effect=ConnectionError("no route")))
+    monkeypatch.setattr(background, "PAUSES", (0.1,))
+    works, fails = wandb_run.log, mock.Mock(side_effect=ConnectionError("no route"))
+    wandb_run.log = fails
     passes(2.0)
     record(run, 15, -5.0, save_ms=7.0)
+    wait_until(lambda: fails.call_count > 2)
+    wandb_run.log = works
     run.__exit__(None)
-    warning = "--track other fails; the run continues without it: ConnectionError: no route"
+    warning = "--track wandb fails and is tried again; the run continues: ConnectionError: no route"
     assert (tmp_path / "log.txt").read_text().count(warning) == 1
+    sent = [call.kwargs["step"] for call in works.call_args_list if "loss" in call.args[0]]
+    assert sent == [*range(1, 11), *range(7, 16)]  # a resume sends what is new
     log.main(["track", str(tmp_path)])  # sends all records to TensorBoard again
     reader = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0, "tensors": 0})
     reader.Reload()
@@ -283,8 +318,23 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
     rows = [(call.kwargs["step"], call.args[0]) for call in wandb_run.log.call_args_list]
     sent = {step: row["loss"] for step, row in rows if "loss" in row}  # the server ignores steps that it has
     assert [*sent.items()] == losses
-    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "the same"]
+    assert {call.kwargs["id"] for call in wandb.init.call_args_list[1:]} == {"the same"}
     wandb_run.finish.assert_called_once_with()
+
+
+def test_a_tracker_that_hangs_stops_nothing(tmp_path, monkeypatch, caplog):
+    hangs = threading.Event()
+    monkeypatch.setattr(log, "TensorBoard", lambda *_: SimpleNamespace(log=lambda *_, **__: hangs.wait()))
+    monkeypatch.setattr(log, "TRACKERS", 0.01)
+    run = make_log(tmp_path)
+    run.config.track = ("tensorboard",)
+    run.__enter__()
+    for step in range(3):
+        run.add(step, loss=1.0)
+    monkeypatch.setattr(run, "draw", mock.Mock())
+    run.__exit__(None)
+    assert len(metrics(tmp_path)) == 3 and "--track tensorboard does not end" in caplog.text
+    hangs.set()
 
 
 def test_trackers_that_cannot_be_used_are_refused(monkeypatch):

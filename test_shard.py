@@ -218,6 +218,11 @@ def test_loading_needs_the_shard_and_one_tensor():
     run_ranks(2, measure_loading)
 
 
+class Needy(Exception):
+    def __init__(self, *, why: str):
+        super().__init__(why)
+
+
 def meet_faults() -> None:
     ranks = init_ranks()
     assert gather(ranks.rank, ranks) == [0, 1]
@@ -235,10 +240,11 @@ def meet_faults() -> None:
         error = OSError(code, os.strerror(code), "/weights/model.safetensors")
         with pytest.raises(UserError if code == errno.EACCES else Failure, match=message):
             on_every_rank(partial(fail, error), ranks)
-    unsendable = RuntimeError("it holds a lock")
-    unsendable.lock = threading.Lock()  # which cannot be pickled
-    with pytest.raises(Failure, match="^rank 1 on [^:]*: RuntimeError: it holds a lock$"):
-        on_every_rank(partial(fail, unsendable), ranks)
+    holder = RuntimeError("it is no pickle")
+    holder.lock = threading.Lock()
+    for unsendable in holder, Needy(why="it is no pickle"):
+        with pytest.raises(Failure, match="^rank 1 on [^:]*: .*: it is no pickle$"):
+            on_every_rank(partial(fail, unsendable), ranks)
     with pytest.raises(UserError, match="^rank 1 on [^:]*: no such file$"):
         on_every_rank(partial(fail, UserError("no such file")), ranks)
     fail_in_reading(ranks)

@@ -103,8 +103,8 @@ def train(config: Config, run: Run) -> None:
                 model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard, objective
             )
             log.sum_details(details)
-            stops = run.agrees_to_stop(saver.failed)  # all ranks vote; several answer one step late
-            todo = actions_after(config, step, stops)
+            stops, failures = run.vote(saver.count_failures())  # of all ranks; of several, one step late
+            todo = actions_after(config, step, stops, saver.must_repeat(failures))
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val = evaluate(model, val_data, run, objective, questions) if todo.evaluate else {}
             todo.save |= best.update(step, val)
@@ -115,7 +115,7 @@ def train(config: Config, run: Run) -> None:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
                 facts = {"spikes": gradients.accepted_values()}
                 facts |= {"best": {**vars(best)}} if best.step else {}
-                log.add(step, save_ms=saver.save(step, probe, facts))
+                log.add(step, save_ms=saver.save(step, probe, facts, last=todo.stop or step == config.steps))
             if todo.evaluate or todo.save:
                 log.add(step, **fp8.watched(model))
                 log.draw()
@@ -130,14 +130,14 @@ def train(config: Config, run: Run) -> None:
                 break
             run.clock.switch("steps", step)
             profiler.step()
-        saver.wait()
     if todo.stop and not best.reason:
         return run.end("stopped", step)
     finish(config, run, step, best)
 
 
-def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
-    """The actions of the loop after a step: true or false for each. stops: the ranks have agreed to stop."""
+def actions_after(config: Config, step: int, stops: bool, save: bool) -> SimpleNamespace:
+    """The actions of the loop after a step: true or false for each. stops: the ranks have agreed to stop. save: in any
+    case."""
 
     last = step == config.steps
 
@@ -145,7 +145,7 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
         return every > 0 and (step % every == 0 or (last and at_end))
 
     evaluate, sample = due(config.eval_every, at_end=True), due(config.sample_every, at_end=True)
-    save = last or stops or due(config.save_every)
+    save = save or last or stops or due(config.save_every)
     record = step == 1 or evaluate or save or due(config.log_every)
     stop = stops and not last
     return SimpleNamespace(evaluate=evaluate, record=record, save=save, sample=sample, stop=stop)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from base.background import Appender
+
 
 def printable(text: object) -> str:
     """The text with control characters escaped as in repr, because names from files and other machines may contain
@@ -141,12 +143,12 @@ class _PrefixEveryLine(logging.Formatter):
 def start_logging(folder: Path | None, on_screen: bool = True) -> None:
     """Sends messages to log.txt in the folder and to the screen (with a prefix if it is not a terminal). None: this
     rank is silent."""
-    logger.propagate = logging.raiseExceptions = False  # the writer of metrics.jsonl reports a full disk
+    logger.propagate = logging.raiseExceptions = False
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
     logger.handlers = []
     if folder:
         prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
-        screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        screen, file = map(logging.StreamHandler, (sys.stdout, Appender(folder / "log.txt")))
         screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
         file.setFormatter(prefixed)
         logger.handlers = [screen, file] if on_screen else [file]

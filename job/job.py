@@ -18,6 +18,7 @@ import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 
 from base import disk
+from base.background import Background
 from base.disk import lease, write_json
 from base.errors import (
     EXIT,
@@ -33,6 +34,7 @@ from base.ranks import Ranks, on_every_rank, on_first_rank
 from job.watchdog import Watchdog
 
 ANSWER = 20.0  # seconds that a stopping rank waits for others
+LAST = 150  # seconds that the end of a run waits for a failing disk, twice
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 PATIENCE = 40.0  # seconds that a job waits for a lock that is being renewed
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
@@ -108,6 +110,7 @@ class Run:
         self.ended, self.status_lock = False, threading.Lock()  # ended: status.json tells the end
         self.store = ranks.store or dist.HashStore()
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
+        self.stopped_by = ""  # the same, when all ranks know that one wants to stop
         self.pending_vote = None
         # `with run.phase(name)`: time inside belongs to it. The watchdog allows --timeout in "data" and "steps",
         # and in any other phase hang_limit without progress.
@@ -154,38 +157,41 @@ class Run:
                 write_json(self.folder / "status.json", status | {"attempt": os.environ.get("TORCHELASTIC_RUN_ID")})
                 self.ended = state != "running"
 
-    def agrees_to_stop(self, failed: bool = False) -> bool:
-        """Casts this step's vote and returns the outcome of the step before, so nobody waits for the answer. A request
-        that the watchdog noticed on any rank, or a save that `failed` on a rank, ends the run on all ranks at the same
-        step. All ranks must call, once a step."""
-        wants_to_stop = bool(self.stop_reason or failed)
+    def vote(self, failures: int = 0) -> tuple[bool, int]:
+        """Casts this step's vote -> the outcome of the step before, so nobody waits for the answer: whether the
+        watchdog of any rank has noticed a request to stop, and the most `failures` of saves that a rank has counted.
+        All ranks must call, once a step."""
         if self.ranks.world_size == 1:
-            return wants_to_stop
-        outcome = False
+            self.stopped_by = self.stop_reason
+            return bool(self.stop_reason), failures
+        outcome = 0, 0
         if self.pending_vote:
             work, vote = self.pending_vote
             work.wait(timedelta(seconds=ANSWER)) if self.stop_reason else work.wait()  # a peer may be dead
-            outcome = bool(vote)
-        vote = torch.tensor(int(wants_to_stop))
+            outcome = vote.tolist()
+        vote = torch.tensor([int(bool(self.stop_reason)), failures])
         self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
         if self.profiles:
             # torch may lose the events of all threads if a thread records its first while the profile ends
             self.pending_vote[0].wait()
-        return outcome
+        if outcome[0]:
+            self.stopped_by = self.stop_reason or "another rank"
+        return bool(outcome[0]), outcome[1]
 
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
         logger.info(self.clock.report())
         message = ""
         if state == "stopped":
-            message = f"by {self.stop_reason or 'another rank'}"
+            message = f"by {self.stopped_by}"
             logger.info(f"Stopped {message} after step {step}; the same command resumes from there")
 
         def record() -> None:
             self.write_status(state, step, message)
             (self.folder / "logs" / "stop").unlink(missing_ok=True)
 
-        on_first_rank(record, self.ranks)
+        with self.phase("end"):
+            on_first_rank(lambda: Background("status.json", record).finish(LAST), self.ranks)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
@@ -199,7 +205,8 @@ class Run:
             refused = self.exit_code == 2 and not self.clock.step and not (self.folder / "checkpoints").exists()
             if self.is_new and (refused or not self.began):
                 shutil.rmtree(self.folder, ignore_errors=True)
-            self.lock.release()
+            with contextlib.suppress(OSError):
+                self.lock.release()
         return isinstance(error, Exception)
 
     def report(self, state: str, message: str) -> None:

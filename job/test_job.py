@@ -32,11 +32,11 @@ def vote() -> None:
     run, answers = guard.Run("", ranks), []
     for step in range(6):
         run.stop_reason = "SIGTERM" if step >= 2 and ranks.rank == 1 else ""
-        answers.append(run.agrees_to_stop())
-    assert answers == [False] * 3 + [True] * 3, answers
+        answers.append(run.vote(ranks.rank * step))
+    assert answers == [(step > 2, max(0, step - 1)) for step in range(6)], answers
     run = guard.Run("", ranks, profiles=True)
     time.sleep(0.3 * ranks.rank)
-    run.agrees_to_stop()
+    run.vote()
     assert run.pending_vote[0].is_completed()
     leave(ranks)
 
@@ -82,9 +82,9 @@ def wait_until(condition) -> None:
 @pytest.mark.parametrize("number", watchdog.STOPS)
 def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
     watched.clock.switch("steps")
-    assert not watched.agrees_to_stop()
+    assert watched.vote() == (False, 0)
     os.kill(os.getpid(), number)
-    wait_until(watched.agrees_to_stop)
+    wait_until(lambda: watched.vote()[0])
     assert watched.stop_reason == number.name
     assert not watched.watchdog.ended
 
