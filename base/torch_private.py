@@ -8,9 +8,11 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as _c10d
 
 _all_to_all = torch.ops._c10d_functional.all_to_all_single
 _wait = torch.ops._c10d_functional.wait_tensor
+_dump_record = getattr(_c10d, "_dump_nccl_trace", None) or _c10d._dump_fr_trace
 _foreach_norm = torch._foreach_norm
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # shown every operator; waits for a public name
 # The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query.
@@ -28,6 +30,12 @@ scaled_mm, scaled_grouped_mm = torch._scaled_mm, torch._scaled_grouped_mm
 def count_collectives(group) -> int:
     """How many collectives this rank has started in a group; None: the default group. Waits for a public counter."""
     return (group or torch.distributed.group.WORLD)._get_sequence_number_for_group()
+
+
+def dump_collectives() -> bytes:
+    """The pickle of torch's record of this rank's last collectives: NCCL's, or gloo's in a build for CPUs. Waits for a
+    public name."""
+    return _dump_record(includeStackTraces=False)
 
 
 def all_to_all(x: Tensor, group_name: str, size: int) -> Tensor:

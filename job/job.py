@@ -125,7 +125,7 @@ class Run:
 
     def _take_folder(self) -> str:
         self.is_new = not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.lock = take_lock(self.folder)
         return self.lock.token
 

@@ -5,9 +5,11 @@ import errno
 import json
 import multiprocessing
 import os
+import pickle
 import platform
 import re
 import signal
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -38,11 +40,21 @@ def vote() -> None:
     time.sleep(0.3 * ranks.rank)
     run.vote()
     assert run.pending_vote[0].is_completed()
+    if ranks.rank == 0:
+        work = dist.all_reduce(run.pending_vote[1], group=ranks.control, async_op=True)
+        assert watchdog.Watchdog._dump(mock.Mock(run=run, ranks=ranks)) == ["gloo:all_reduce of undefined waits"]
+        ranks.store.set("dumped", "")
+        work.wait()
+    else:
+        ranks.store.wait(["dumped"])
+        dist.all_reduce(run.pending_vote[1], group=ranks.control)
+    assert watchdog.Watchdog._dump(mock.Mock(run=run, ranks=ranks)) == []
     leave(ranks)
 
 
 def test_all_ranks_stop_after_the_same_step():
-    """A vote to stop counts one step late; in a profiled run it is over when its step ends."""
+    """A vote to stop counts one step late; in a profiled run it is over when its step ends. Of the record of
+    collectives the one is named that lacks a rank."""
     run_ranks(2, vote)
 
 
@@ -53,9 +65,10 @@ def test_all_ranks_stop_after_the_same_step():
 def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
     monkeypatch.setattr(disk, "LEASE", 0.9)
+    monkeypatch.setattr(watchdog, "BEAT", 0.1)
     before = {number: signal.getsignal(number) for number in watchdog.STOPS}
     run = guard.Run(tmp_path, ALONE)
-    run.lock = take_lock(tmp_path)
+    run._take_folder()
     run.began, run.clock.step = True, 7
     run.write_status("running", 7)
 
@@ -118,6 +131,34 @@ def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     watched.watchdog._check_progress()
     assert watched.watchdog.ended == ([1] if rank == "no" else False)
     assert (time.perf_counter() - watched.watchdog.others_at < 40) == (rank == "another")
+
+
+@pytest.mark.parametrize("phase", ["start", "steps", "data", "saves", "export"])
+def test_the_end_of_another_rank_ends_this_one_in_every_phase(tmp_path, watched, phase):
+    """Here the main thread does not notice it."""
+    watched.clock.switch(phase)
+    watched.store.set("end", json.dumps([3, "error", "rank 3 on b: a bad row"]))
+    wait_until(lambda: watched.watchdog.ended)
+    assert watched.watchdog.ended == [1]
+    status = read_json(tmp_path / "status.json")
+    assert (status["state"], status["message"]) == ("error", "rank 3 on b: a bad row")
+    assert pickle.loads((tmp_path / "logs/flight_0").read_bytes())["entries"] == []
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_rank_of_the_same_torchrun_that_is_killed_ends_this_one(watched, monkeypatch, others):
+    """But no other child of a script between torchrun and this rank. The test stands for torchrun."""
+    child = subprocess.Popen(["sleep", "60"])
+    watched.watchdog.parent = os.getpid()
+    children = len(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(children + others))
+    watched.clock.switch("steps")
+    time.sleep(0.5)
+    assert not watched.watchdog.ended
+    child.kill()
+    child.wait()
+    time.sleep(0.5)
+    assert watched.watchdog.ended == (False if others else [1])
 
 
 @pytest.mark.parametrize(("ranks", "silent"), [(1, []), (3, []), (12, []), (6, [4])])

@@ -4,11 +4,13 @@ import contextlib
 import faulthandler
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from base import disk, torch_private
 from base.errors import STOP_REASON, logger
@@ -20,7 +22,12 @@ BEAT = 1.5  # seconds between two reports of a rank to the store
 
 class Watchdog:
     """A thread that votes to stop at a signal of STOPS, or on rank 0 at a request in `logs/stop`, and that ends this
-    process at a second signal or request, when the run folder's lock is lost, or when it hangs.
+    process at a second signal or request, when the run folder's lock is lost, when another rank has ended, or when it
+    hangs.
+
+    A rank that fails sets the end in the store. One that is killed cannot, but the others that the same torchrun has
+    started miss its process. Every watchdog looks for both at each beat, because a main thread may wait for the dead
+    rank until --timeout: NCCL does not notice it.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds, or when no rank makes progress
@@ -35,6 +42,7 @@ class Watchdog:
         self.renews = False  # the lock: filelock's thread has given up
         self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
+        self.parent, self.siblings = os.getppid(), 0  # siblings: ranks that the parent, torchrun, has, if it has all
         self._beat()  # a rank may stop before its next one
         for number in STOPS:
             signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
@@ -51,14 +59,28 @@ class Watchdog:
                 arrived = self.signals.recv(64)
             if self.ended:
                 return
+            with contextlib.suppress(RuntimeError, OSError):  # the store is gone with its machine, or the parent is
+                self._beat()
+                self._follow()
             self._obey(arrived)
             if reason := self._lost_lock():
                 self.run.ended = True  # status.json may be another job's by now
                 what = f"the lock is lost, perhaps to another job ({reason})"
                 self._end("failed", f"--out {self.run.folder}: {what}")
-            with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-                self._beat()
             self._check_progress()
+
+    def _follow(self) -> None:
+        """Ends this process if another rank has ended. In the phase "end" the main thread does."""
+        if self.clock.stack[-1] == "end":
+            return
+        if self.store.check(["end"]):
+            self._dump()
+            self.run.report(*json.loads(self.store.get("end"))[1:])
+            os._exit(1)
+        present = len(Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split())
+        if 0 < present < self.siblings:
+            self._end("failed", "another rank of this machine is gone: killed, or crashed")
+        self.siblings = present * (present == int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
 
     def _lost_lock(self) -> str:
         """The proof that the lock is not this job's any more. An error of the disk is none: then this thread renews the
@@ -122,9 +144,8 @@ class Watchdog:
         if may_wait and idle <= limit:
             self.others_at = now - idle
             return
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
         what = f"After step {self.clock.step}: no step has ended for {waited:.0f} s (limit {limit}), in phase {phase!r}"
-        self._end("failed", "; ".join([what, *behind]))
+        self._end("failed", "; ".join([what, *self._dump(), *behind]))
 
     def _ask_all(self) -> tuple[float, list[str]]:
         """-> (seconds since any rank made progress; descriptions of the ranks whose reports do not change within three
@@ -143,6 +164,16 @@ class Watchdog:
         first, last = min(positions), max(positions)
         behind = [text for position, text in zip(positions, texts, strict=True) if position == first < last]
         return min(idle), [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent] or behind
+
+    def _dump(self) -> list[str]:
+        """Writes all stacks to stderr, and torch's record of the last collectives to logs/flight_RANK, for torchfrtrace
+        -> the first of them that is not complete, if there is one. NCCL would write it too late, after --timeout."""
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        record = torch_private.dump_collectives()
+        with contextlib.suppress(OSError):  # the disk is full, or the folder is gone
+            (self.run.folder / "logs" / f"flight_{self.ranks.rank}").write_bytes(record)
+        waiting = [entry for entry in pickle.loads(record)["entries"] if not entry["retired"]]
+        return [f"{entry['profiling_name']} of {entry['process_group'][1]} waits" for entry in waiting[:1]]
 
     def _end(self, state: str, what: str, code: int = 1) -> None:
         """Ends this process with the status `code`."""
