@@ -183,6 +183,8 @@ class Supervisor:
         if status.get("attempt") != self.job["id"]:  # another job has taken the folder
             status = {"state": "starting"}
         state, message = status.get("state"), status.get("message") or ""
+        if state != "starting":
+            self.job["meet"] = 120  # all have met, so their disks have what they import
         if state in ("finished", "error") or (state == "stopped" and (stopped or error["order"] >= SILENT)):
             return state, message
         if state == "starting" and error.get("kind") == "error":

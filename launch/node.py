@@ -76,7 +76,7 @@ TORCHRUN = [  # its flags, with the fields of a request
     "--master-addr={first}",
     "--master-port={port}",
     "--rdzv-id={id}",
-    "--rdzv-conf=timeout=120",  # seconds for all agents to find each other
+    "--rdzv-conf=timeout={meet}",
     "--redirects=3",
     "--tee=1",
     "--log-dir={logs}",
@@ -153,9 +153,9 @@ def agent(parcel):
     return run_agent(request)
 
 
-def join(out, attempt, ranks, port, addresses, *words):
-    """Is the agent of a Slurm node for the run `out`. addresses: of the job's nodes, in their order; words: for
-    train.py."""
+def join(out, attempt, ranks, port, meet, addresses, *words):
+    """Is the agent of a Slurm node for the run `out`. meet: seconds for all agents to find each other; addresses: of
+    the attempt's nodes, in their order; words: for train.py."""
     nodes = addresses.split()
     request = dict(
         out=out,
@@ -167,11 +167,25 @@ def join(out, attempt, ranks, port, addresses, *words):
         first=nodes[0],
         last=nodes[-1],
         port=port,
+        meet=meet,
         python=sys.executable,
         words=words,
     )
     log_folder(request).mkdir(parents=True)
     return run_agent(request)
+
+
+def outcome(out, attempt, ranks, *nodes):
+    """Prints how an attempt under Slurm ended, in a word of status.json or `none`, and the node that failed first: that
+    of the last rank in the message, because those that wait name the one that is behind."""
+    status, node = read_json(f"{out}/status.json"), ""
+    state = status["state"] if status.get("attempt") == attempt else "none"
+    files = Path(out).glob(f"logs/*/{attempt}/*/attempt_*/*/error.json")
+    error = min(map(read_json, files), key=lambda error: error.get("order", SILENT), default={})
+    if error.get("order", SILENT) < SILENT and state != "finished":
+        state, ranks_named = error.get("kind", "failed"), re.findall(r"rank (\d+)", f"rank 0: {error['message']}")
+        node = nodes[int(ranks_named[-1]) // int(ranks)]
+    print(state, node)
 
 
 def run_agent(request):

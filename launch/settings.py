@@ -8,6 +8,7 @@ SETTINGS = {
         "TRITON_*", "CUDA_*", "FI_*", "UCX_*", "WANDB_*", "*_proxy", "*_PROXY", "LD_LIBRARY_PATH",
     ],
     "port": 0,  # of the rendezvous on the first machine; 0 = a free one. Behind a firewall: an open one
+    "meet": 900,  # seconds for torchrun to start everywhere, from disks that may be slow; later starts have 120
     "retries": 3,  # on several machines: relaunches without a newer checkpoint
     "retry_pause": 20,  # seconds before the first of them; doubles each time
 }  # fmt: skip

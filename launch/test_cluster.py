@@ -105,15 +105,16 @@ def test_hidden_gpus_do_not_count(monkeypatch, visible, gpus):
 def test_what_an_agent_sets_for_its_ranks(tmp_path, slots, given, threads):
     """A torchrun that prints its environment."""
     python, parcel = tmp_path / "python", tmp_path / "parcel"
-    python.write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-none} $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME")
+    shown = "${OMP_NUM_THREADS:-none} $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"
+    python.write_text(f'#!/bin/sh\necho {shown} $(echo "$@" | grep -o "timeout=[0-9]*")')
     python.chmod(0o755)
     (tmp_path / "logs/a/x").mkdir(parents=True)
     request = dict(out=str(tmp_path), label="a", id="x", cwd="/", env=given, python=str(python), words=[])
-    meeting = dict(nodes=1, node=0, slots=slots, first="127.0.0.1", last="127.0.0.1", port=1)
+    meeting = dict(nodes=1, node=0, slots=slots, first="127.0.0.1", last="127.0.0.1", port=1, meet=900)
     node.write_json(parcel, request | meeting)
     clean = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
     output = subprocess.check_output([sys.executable, node.THIS_FILE, "agent", parcel], env=clean, text=True)
-    assert output == f"{threads} =lo lo\n"
+    assert output == f"{threads} =lo lo timeout=900\n"
 
 
 CODES = {  # how a rank without error.json ended -> order
@@ -213,6 +214,27 @@ def test_how_an_attempt_is_judged(supervisor, status, asked, answers, state, out
     ended, message = supervisor.judge(cluster.first_error(hosts))
     assert ended == state
     assert output in message
+    assert supervisor.job.get("meet", 900) == (900 if status == "starting" else 120)
+
+
+HUNG = {"order": 0, "kind": "failed", "message": "rank 0 on c: no step has ended; rank 2 on d is behind"}
+
+
+@pytest.mark.parametrize("status, attempt, errors, expected", [
+    ("running", "4-0", [], "none"), ("stopped", "4-1", [{}], "stopped"), ("finished", "4-1", [HUNG], "finished"),
+    ("running", "4-1", [HUNG], "failed n2"), ("stopped", "4-1", [HUNG | {"order": node.FOLLOWED}], "stopped"),
+    ("stopped", "4-1", [HUNG, {"order": node.KILLED, "message": "rank 1 on c was ended by SIGKILL"}], "failed n1"),
+    ("running", "4-0", [{"order": 0, "kind": "error", "message": "no text"}], "error n1"),
+])  # fmt: skip
+def test_how_an_attempt_under_slurm_ended(tmp_path, capsys, status, attempt, errors, expected):
+    """Two ranks on each of two nodes."""
+    node.write_json(tmp_path / "status.json", {"state": status, "attempt": attempt})
+    for i, error in enumerate(errors):
+        file = tmp_path / f"logs/n1/4-1/x/attempt_0/{i}/error.json"
+        file.parent.mkdir(parents=True)
+        node.write_json(file, error)
+    node.outcome(str(tmp_path), "4-1", "2", "n1", "n2")
+    assert capsys.readouterr().out.strip() == expected
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "finished"])

@@ -315,9 +315,9 @@ def test_a_rank_ends_with_its_torchrun():
 # ---- several nodes
 
 
-def ranks(checkout, name: str) -> dict[str, int]:
+def ranks(run: Path) -> dict[str, int]:
     """rank -> process id"""
-    found = node.processes(f"{os.path.realpath(checkout.run(name))}/logs")
+    found = node.processes(f"{os.path.realpath(run)}/logs")
     return {rank: pid for pid, environment in found.items() for rank in re.findall(r"\0RANK=(\d+)", environment)}
 
 
@@ -385,7 +385,7 @@ def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(chec
     assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text or "secret" in text]
     assert re.search(rf"{label} +[1-9]$", checkout.says("status"), re.M)
 
-    os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
+    os.kill(ranks(run)["1"], signal.SIGKILL)
     eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
     assert re.search(rf"failed at step \d+: rank 1 on {label} was ended by SIGKILL", log.read_text())
     resumed = re.findall(r"Began after step (\d+)", log.read_text())[1]
@@ -397,7 +397,7 @@ def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(chec
     os.killpg(first.pid, signal.SIGINT)
     assert "runs/two is running" in first.communicate(timeout=LIMIT)[0]
     assert first.returncode == 130
-    assert ranks(checkout, "two")
+    assert ranks(run)
     assert "at once" in checkout.says("stop")
     assert "without saving" in (run / "status.json").read_text()
     assert not checkout.is_alive("two")
@@ -538,6 +538,15 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     assert losses(cut) == losses(truth) and len(losses(cut)) == 400
     assert sorted(p.name for p in (cut / "logs").iterdir() if p.is_dir()) == ["n1", "n2"]
     assert output.count("has not begun") == 1 and output.count("saves and stops") == 3  # none for a requeue's own TERM
+
+    failing = tmp_path / "failing"
+    job = submit(failing)
+    for batch in (40, 100):
+        eventually(lambda: f"Batch {batch} " in node.read(failing / "log.txt"), f"step {batch}")  # noqa: B023
+        os.kill(ranks(failing)["1"], signal.SIGKILL)
+    output = ends(job, failing, "COMPLETED")
+    assert output.count("A failure on n2; try 1 of 3") == 2 and output.count("n2 has failed twice") == 1
+    assert sorted(p.parent.name for p in failing.glob("logs/n?/*")) == ["n1"] * 3 + ["n2"] * 2
 
     mistake = tmp_path / "mistake"
     output = ends(submit(mistake, "--lr", "-1"), mistake, "FAILED")
