@@ -39,7 +39,8 @@ PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process 
 
 class Cluster(NamedTuple):
     """`nodes` machines of `gpus` devices each. network: GB per second from each GPU to other nodes. price: dollars for
-    an hour of a GPU. host_gib: memory of a node."""
+    an hour of a GPU. host_gib: memory of a node. save_seconds: that training waits for a save; 0 = unknown.
+    failure_hours: the mean time between two failures."""
 
     nodes: int
     gpus: int
@@ -47,6 +48,8 @@ class Cluster(NamedTuple):
     network: float = 50.0
     price: float = 0.0
     host_gib: float = math.inf
+    save_seconds: float = 0.0
+    failure_hours: float = 0.0
 
     @property
     def ranks(self) -> int:
