@@ -270,19 +270,18 @@ def summary(plan: Plan) -> str:
 
 
 def describe_saves(plan: Plan) -> str:
-    """The interval of saves that loses least time, and that of --save_every (Young, doi 10.1145/361147.361115; Daly,
-    doi 10.1016/j.future.2004.11.016). If a save takes S seconds and a failure comes every M seconds, an interval of T
+    """The interval of saves that loses least time (Young, doi 10.1145/361147.361115; Daly, doi
+    10.1016/j.future.2004.11.016). If a save takes S seconds and a failure comes every M seconds, an interval of T
     seconds loses S / T of the time to saves, and T / 2M to steps that are computed again. Both are equal, and their sum
     is least, for T = sqrt(2 S M). A restart takes as long for every interval."""
-    config, ranks, save = plan.config, plan.cluster.ranks, plan.cluster.save_seconds
+    ranks, save = plan.cluster.ranks, plan.cluster.save_seconds
     mean = 3600 * (plan.cluster.failure_hours or RELIABLE / ranks)
-    best = max(1, round(math.sqrt(2 * save * mean) / plan.seconds))
-    lost = []
-    for every in (best, config.save_every or config.steps):  # each run saves at its end
-        interval = every * plan.seconds
-        hours = 168 * ranks * (save / interval + interval / 2 / mean)
-        lost.append(f"{hours:,.0f} with --save_every {every}")
-    return f"saves of {save:g} s, a failure in {mean / 3600:,.0f} hours: GPU hours lost a week {', '.join(lost)}"
+    interval = math.sqrt(2 * save * mean)
+    every, lost = max(1, round(interval / plan.seconds)), 168 * ranks * (save / interval + interval / 2 / mean)
+    return (
+        f"saves of {save:g} s, a failure in {mean / 3600:,.0f} hours: --save_every {every} loses least,"
+        f" {lost:,.0f} GPU hours a week"
+    )
 
 
 def advice(argv: list[str], plan: Plan) -> str:

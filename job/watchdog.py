@@ -169,11 +169,14 @@ class Watchdog:
         """Writes all stacks to stderr, and torch's record of the last collectives to logs/flight_RANK, for torchfrtrace
         -> the first of them that is not complete, if there is one. NCCL would write it too late, after --timeout."""
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        record = torch_private.dump_collectives()
-        with contextlib.suppress(OSError):  # the disk is full, or the folder is gone
+        names = []
+        with contextlib.suppress(Exception):  # nothing here keeps this process from ending, neither a disk nor torch
+            record = torch_private.dump_collectives()
+            for entry in pickle.loads(record)["entries"]:
+                if not entry["retired"]:
+                    names.append(f"{entry['profiling_name']} of {entry['process_group'][1]} waits")
             (self.run.folder / "logs" / f"flight_{self.ranks.rank}").write_bytes(record)
-        waiting = [entry for entry in pickle.loads(record)["entries"] if not entry["retired"]]
-        return [f"{entry['profiling_name']} of {entry['process_group'][1]} waits" for entry in waiting[:1]]
+        return names[:1]
 
     def _end(self, state: str, what: str, code: int = 1) -> None:
         """Ends this process with the status `code`."""
