@@ -306,6 +306,13 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(tmp_
     output = run_here(run, *flags, "--steps", 20, "--schedule", "linear", "--resume_override", "schedule")
     check(output, 18, 20)
     assert "had not begun" not in output
+    shutil.rmtree(run / "hf")
+    (run / "status.json").unlink()
+    (checkpoint.step_folder(run, 18) / "rank-00000.safetensors").write_bytes(b"")
+    output = run_here(run, *flags, "--schedule", "linear", "--resume_override", "schedule")
+    assert "step-00000018, the best by val_loss, is damaged" in output
+    last = checkpoint.Checkpoint(checkpoint.step_folder(run, 20)).read("model.norm.weight", (slice(None),))
+    assert torch.equal(load_model(run / "hf").norm.weight, last)
 
 
 # ---- a checkpoint that proves itself

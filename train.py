@@ -35,7 +35,6 @@ import score
 import shard
 from base import disk, host
 from base.disk import human
-from base.errors import UserError
 from base.ranks import Ranks, init_ranks, leave, on_first_rank, set_timeout
 from data import Batch, Loader
 from dataset.prepare import knows_text
@@ -269,18 +268,17 @@ def evaluate(
 
 
 def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
-    """Exports the best checkpoint, without --keep_best the last one, as a Hugging Face folder, hf/, and records that
-    the run is finished. All ranks must call."""
+    """Exports the best checkpoint as a Hugging Face folder, hf/, and records that the run is finished. Without
+    --keep_best, or if it is damaged, the last one is exported. All ranks must call."""
     exported = best.step or step
     with run.phase("export"):
         spec = config.tokenizer if knows_text(config) else ""
         folder = checkpoint.step_folder(run.folder, exported)
         if exported < step and (fault := checkpoint.fault_of(folder, run.ranks)):
-            raise UserError(
-                f"{folder}, the best checkpoint, is damaged: {fault}. --keep_best none exports the last one"
-            )
+            logger.warning(f"{folder}, the best by {best.name}, is damaged: {fault}. hf/ gets step {step}")
+            exported, folder = step, checkpoint.step_folder(run.folder, step)
         export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks, spec)
-    if best.step:
+    if exported == best.step:
         logger.info(f"hf/ has step {exported}, the best by {best.name}. {best.reason}")
         if exported <= config.warmup or learning_rate(config, exported) >= config.lr:
             logger.warning(f"At step {exported} --lr had not begun to decay: a run with fewer --steps may be better")
