@@ -69,7 +69,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from base.ranks import ALONE, Ranks, gather, on_every_rank, on_first_rank
-from base.tensors import Slices, TensorFile, assemble, local, shard_slices, sharding, write_file
+from base.tensors import HostCopies, Slices, TensorFile, assemble, local, shard_slices, sharding, write_file
 from config import Config, fields_that_resume, from_json
 from data import Loader
 from dataset.prepare import knows_text
@@ -186,10 +186,11 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
 
 
 class Saver:
-    """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's shards into the
-    host's memory, and a thread writes them. Each save waits for the previous save. After a save that has failed, the
-    next step is saved, then the next one that is due; TRIES failures in a row end the run. If an error ends the loop,
-    the context manager waits for the save in progress. All ranks must make one."""
+    """Writes checkpoints in the background: `save` computes the probe's loss, and a thread copies this rank's shards
+    into the host's memory and writes them. The optimizer's next step waits for the copies. Each save waits for the
+    previous save. After a save that has failed, the next step is saved, then the next one that is due; TRIES failures
+    in a row end the run. If an error ends the loop, the context manager waits for the save in progress. All ranks must
+    make one."""
 
     def __init__(self, config: Config, run: Run, model: nn.Module, optimizer: Optimizer, data: Loader, start: int):
         """start: the last step before this start of the run."""
@@ -202,6 +203,7 @@ class Saver:
         self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.failures = self.in_a_row = 0  # saves that have failed, as all ranks know; since the last one that has not
         self.again = False  # whether to save the next step
+        self.copies = HostCopies(self.ranks.device)
 
     def __enter__(self) -> "Saver":
         return self
@@ -257,7 +259,8 @@ class Saver:
         }
         tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
         if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
-            tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+            self.optimizer.may_update.clear()
+            self.copies.begin()
         self.writing = self.thread.submit(self._write, manifest, tensors, layouts)
 
     def wait(self) -> bool:
@@ -281,12 +284,20 @@ class Saver:
         return False
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, Layout]) -> None:
-        """Runs in the thread: every rank writes its shards, then rank 0 writes the manifest."""
+        """Runs in the thread: every rank copies and writes its shards, then rank 0 writes the manifest."""
         begin = time.perf_counter()
         folder = step_folder(self.run.folder, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
+
+        def write() -> list[dict]:
+            may_update = self.optimizer.may_update
+            try:  # it may if training waits for this save
+                shards = tensors if may_update.is_set() else self.copies.make(tensors)
+            finally:
+                may_update.set()
+            return _write_shards(temporary, shards, layouts, self.ranks.rank)
+
         try:
-            write = partial(_write_shards, temporary, tensors, layouts, self.ranks.rank)
             files = sum(gather(on_every_rank(write, self.ranks_of_thread), self.ranks_of_thread), [])
             manifest |= {"tensors": layouts, "files": files}
             on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.ranks_of_thread)

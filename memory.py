@@ -24,6 +24,7 @@ import nf4
 import shard
 from base import torch_private
 from base.host import Gpu
+from base.tensors import PINNED
 from config import Config
 from hf import lora
 from model import Transformer
@@ -318,7 +319,7 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> dict[str, d
     parked = inputs * (config.offload_activations and cluster.cuda)
     host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
     if config.save_async and config.offload == "none":
-        host["copies for saves"] = checkpoint_bytes(config, shards)
+        host["copies for saves"] = checkpoint_bytes(config, shards) + PINNED * cluster.cuda
     if offload:
         host, parts = host | parts, {}
     gradients = parts.pop("gradients", 0)

@@ -22,6 +22,7 @@ resumed run repeats them, and replicas, which must stay equal, draw the same."""
 import hashlib
 import logging
 import math
+import threading
 from collections import defaultdict
 from functools import cached_property
 
@@ -195,6 +196,8 @@ class Optimizer:
         self.beta1, self.beta2, self.state_dtype = config.beta1, config.beta2, DTYPES[config.state_dtype]
         self.parameters = [p for group in groups for p in group["params"]]
         self.state = {p: self.zeros(p, self.state_names) for p in self.parameters}
+        self.may_update = threading.Event()  # cleared while a save copies the state
+        self.may_update.set()
         self.update_chunk = torch.compile(self._update_chunk, dynamic=True) if self.compiled else self._update_chunk
 
     def zeros(self, p: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -206,6 +209,7 @@ class Optimizer:
     def step(self, lr: float, grad_divisor: Tensor, skip: Tensor) -> None:
         """Updates the parameters with gradients / grad_divisor, or changes nothing if skip is 1.0 (fp32 scalars on the
         gradients' device). Frees the gradients. All ranks must call."""
+        self.may_update.wait()
         for group in self.param_groups:
             group["lr"] = lr * group.get("scale", 1.0)
             if group["params"]:

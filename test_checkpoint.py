@@ -2,12 +2,15 @@
 
 import errno
 import json
+import math
 import os
 import pickle
 import pkgutil
 import re
 import shutil
 import sys
+import threading
+import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +28,7 @@ import shard
 from base import disk
 from base.errors import Failure, UserError, describe_error
 from base.ranks import ALONE, Ranks, init_ranks, leave
-from base.tensors import local, shard_slices
+from base.tensors import HostCopies, local, shard_slices
 from config import parse_args
 from hf.weights import export_trained, load_model
 from inputs import settled_args
@@ -58,11 +61,15 @@ def make_state(run: Path, *flags: str, steps: int = 3):
     config = settled_args(["--out", str(run), *flags])
     model = fill(Transformer(config.model_config))
     optimizer = make_optimizer(model, config)
-    tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
-        model(tokens, tokens).backward()
-        optimizer.step(config.lr, torch.ones(()), torch.zeros(()))
+        update(model, optimizer)
     return config, model, optimizer
+
+
+def update(model, optimizer) -> None:
+    tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
+    model(tokens, tokens).backward()
+    optimizer.step(optimizer.config.lr, torch.ones(()), torch.zeros(()))
 
 
 def assert_equal(model, optimizer, other, other_optimizer) -> None:
@@ -101,7 +108,7 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
     """Of the parameter's shape and of others, in their dtypes; fields that a checkpoint is older than have their
     default, and others are refused."""
     config, model, _ = make_state(tmp_path, "--model", "tiny-llama3.2", steps=0)
-    optimizer, other = SimpleNamespace(state={}), SimpleNamespace(state={})
+    optimizer, other = (SimpleNamespace(state={}, may_update=threading.Event()) for _ in range(2))
     for p in model.parameters():
         state = {"momentum_buffer": torch.randn_like(p).bfloat16(), "rows": torch.rand(len(p)), "scale": torch.rand(())}
         optimizer.state[p] = state
@@ -214,6 +221,35 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     checkpoint.main([*words[:2], str(tmp_path / "half"), "--dtype", "bf16", "--tokenizer", str(tmp_path / "one")])
     assert_same_weights(load_model(tmp_path / "half", torch.bfloat16), model, torch.bfloat16)
     assert (tmp_path / "half/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("chunk", [0, 1000])
+def test_slow_saves_have_the_values_of_their_step(tmp_path, monkeypatch, chunk):
+    """Steps go on while copies, as a GPU makes them, and writes are slow. The memory of a save is poisoned after it.
+    The files are those of a run that waits for its saves."""
+    make, write, checksums = HostCopies.make, checkpoint.write_file, []
+    for mode in ("off", "on"):
+        config, model, optimizer = make_state(tmp_path / mode, *SMALL, "--keep=9", f"--save_async={mode}", steps=1)
+        (tmp_path / mode).mkdir()
+        saver = make_saver(model, optimizer, {}, config)
+        if chunk:
+            saver.copies.chunks = [torch.empty(chunk, dtype=torch.uint8) for _ in range(2)]
+        for step in (1, 2, 3):
+            saver.save(step, torch.arange(20))
+            assert optimizer.may_update.is_set() == (mode == "off")
+            update(model, optimizer)
+            assert bool(saver.writing and not saver.writing.done()) == (mode == "on")
+            saver.wait()
+            for copy in saver.copies.copies.values():
+                copy.fill_(math.nan)
+        checksums.append([row["crc32"] for folder in checkpoint.folders(tmp_path / mode) for row in files_of(folder)])
+        monkeypatch.setattr(HostCopies, "make", lambda *args: (time.sleep(0.1), make(*args))[1])
+        monkeypatch.setattr(checkpoint, "write_file", lambda *args: (time.sleep(0.1), write(*args)))
+    assert checksums[0] == checksums[1] and len({*checksums[0]}) == 3
+
+
+def files_of(folder: Path) -> list[dict]:
+    return checkpoint.read_manifest(folder)["files"]
 
 
 def test_keep_does_not_count_damaged_checkpoints(tmp_path):

@@ -25,7 +25,7 @@ from base import host
 from base.disk import ROOT
 from base.errors import exit_status
 from base.ranks import ALONE, Ranks
-from base.tensors import local
+from base.tensors import PINNED, local
 from config import parse_args
 from data import Batch
 from optim import Gradients, make_optimizer
@@ -42,28 +42,7 @@ def fake_ranks(request):
     dist.destroy_process_group()
 
 
-# Experts in 64 parts, norms behind, a fused file, norms around.
-NEW = ("qwen3-30b-a3b", "olmo3-7b", "phi-4", "gemma3-1b")
-
-
-def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
-    ranks = fake_ranks.world_size
-    lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
-    models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral", *NEW)]
-    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), (0, 8) if ranks > 1 else (0,)):
-        fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
-        config = parse_args([*fixed, *words.split()])
-        mesh = shard.make_mesh(size, fake_ranks)
-        built = train.build(config, replace(fake_ranks, device=torch.device("meta")), mesh)
-        _, shards = shard.mesh_shape(size, ranks)
-        held = sorted((local(p).numel(), p.requires_grad) for p in built.parameters())
-        assert sorted((row.elements, row.trains) for row in memory.kept(config, shards)) == held, (words, size)
-        parameters = sum(local(t).nbytes for t in (*built.parameters(), *built.buffers()))
-        gradients = sum(local(p).nbytes for p in built.parameters() if p.requires_grad)
-        expected = {"parameters": parameters, "gradients": gradients, "optimizer state": gradients}
-        assert memory.state(config, shards) == expected and gradients > 0
-
-
+# This test comes first: DTensor caches a mesh whose groups have ended.
 class Received(memory._Live):
     """Counts the bytes of existing tensors, and the bytes that come from other ranks."""
 
@@ -103,6 +82,28 @@ def test_muon_receives_the_parts_of_stacks_that_it_needs(fake_ranks, layers, mon
     within, between, peak = memory.muon_stacks(config, fake_ranks.world_size)
     assert (within, between) == (*live.bytes.values(),)
     assert 0.75 * peak < max(live.peaks.values()) <= peak
+
+
+# Experts in 64 parts, norms behind, a fused file, norms around.
+NEW = ("qwen3-30b-a3b", "olmo3-7b", "phi-4", "gemma3-1b")
+
+
+def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
+    ranks = fake_ranks.world_size
+    lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
+    models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral", *NEW)]
+    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), (0, 8) if ranks > 1 else (0,)):
+        fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
+        config = parse_args([*fixed, *words.split()])
+        mesh = shard.make_mesh(size, fake_ranks)
+        built = train.build(config, replace(fake_ranks, device=torch.device("meta")), mesh)
+        _, shards = shard.mesh_shape(size, ranks)
+        held = sorted((local(p).numel(), p.requires_grad) for p in built.parameters())
+        assert sorted((row.elements, row.trains) for row in memory.kept(config, shards)) == held, (words, size)
+        parameters = sum(local(t).nbytes for t in (*built.parameters(), *built.buffers()))
+        gradients = sum(local(p).nbytes for p in built.parameters() if p.requires_grad)
+        expected = {"parameters": parameters, "gradients": gradients, "optimizer state": gradients}
+        assert memory.state(config, shards) == expected and gradients > 0
 
 
 SHAPES = [
@@ -208,11 +209,12 @@ def test_pairs_need_the_time_of_their_reference_and_of_logits_twice(capsys):
     )] == [0, 1, 0]  # fmt: skip
 
 
-def test_saves_of_a_cpu_need_a_copy_of_the_state():
-    cluster = plan.cluster_here(ALONE)
+def test_saves_need_a_copy_of_the_state_and_on_a_gpu_pinned_memory():
     for words, copies in (("", True), (" --save_async off", False), (" --offload cpu", False)):
-        least = memory.memory(parse_args(f"--dtype fp32{words}".split()), cluster, least=True)["host"]
-        assert ("copies for saves" in least) == copies
+        config = parse_args(f"--dtype fp32{words}".split())
+        for cluster, pinned in ((plan.cluster_here(ALONE), 0), (plan.Cluster(1, 1, H100), PINNED)):
+            size = memory.memory(config, cluster, least=True)["host"].get("copies for saves", 0)
+            assert size == copies * (memory.checkpoint_bytes(config) + pinned)
 
 
 def test_shared_rows_take_the_activations_of_their_part():

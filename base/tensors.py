@@ -8,11 +8,12 @@ reads, whose errors have names: a failing disk under the library's memory maps w
 library's own plain reads (backend="pread") read a whole tensor for each slice of it."""
 
 import errno
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from base import disk
 from base.disk import MISSING_FILE, describe_content, fsync_path, retry
 from base.errors import UserError
+
+PINNED = 2**27  # bytes of a rank's memory for HostCopies
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -161,6 +165,58 @@ def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, sources
 def _shift(ranges, origins):
     """The ranges as slices that count from the starts of the origins."""
     return tuple(slice(r.start - o.start, r.stop - o.start) for r, o in zip(ranges, origins, strict=True))
+
+
+class HostCopies:
+    """Copies of tensors in the host's memory, which is kept from one copy to the next: pages that the system has to
+    clear first take three times as long. From a GPU, values go through two pinned chunks on a separate stream. While
+    one is filled, the other is emptied."""
+
+    def __init__(self, device: torch.device):
+        self.backend = torch.get_device_module(device)
+        self.stream, self.copies = self.backend.Stream(), {}
+        cuda = device.type == "cuda"
+        self.chunks = [torch.empty(PINNED // 2, dtype=torch.uint8, pin_memory=True) for _ in range(2 * cuda)]
+
+    def begin(self) -> None:
+        """Lets the next copies wait until the device has done its present work. Then another thread may make them."""
+        self.stream.wait_stream(self.backend.current_stream())
+
+    def make(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies by the same names, valid until the next call."""
+        for key in tensors.keys() - self.copies.keys():
+            self.copies[key] = torch.empty_like(tensors[key], device="cpu", memory_format=torch.contiguous_format)
+        copies = {key: self.copies[key] for key in tensors}
+        if self.chunks:
+            self._through_chunks(tensors, copies)
+        else:
+            for key, copy in copies.items():
+                copy.copy_(tensors[key])
+                disk.advance()
+        return copies
+
+    def _through_chunks(self, tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
+        filled = None
+
+        def parts() -> Iterator[tuple[Tensor, Tensor]]:
+            for key, copy in copies.items():
+                both = tensors[key].contiguous(), copy
+                yield from zip(*(x.view(-1).view(torch.uint8).split(len(self.chunks[0])) for x in both), strict=True)
+
+        def empty(event, chunk: Tensor, target: Tensor) -> None:
+            event.synchronize()
+            target.copy_(chunk)
+            disk.advance()
+
+        with self.backend.stream(self.stream):
+            for chunk, (source, target) in zip(itertools.cycle(self.chunks), parts(), strict=False):
+                event, chunk = self.backend.Event(), chunk[: len(source)]
+                chunk.copy_(source, non_blocking=True)
+                event.record()
+                if filled:
+                    empty(*filled)
+                filled = event, chunk, target
+            empty(*filled)
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
