@@ -79,6 +79,7 @@ class Watchdog:
             os._exit(1)
         present = len(Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split())
         if 0 < present < self.siblings:
+            self._dump()
             self._end("failed", "another rank of this machine is gone: killed, or crashed")
         self.siblings = present * (present == int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
 
