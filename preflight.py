@@ -26,7 +26,7 @@ from data import epochs_as_steps, open_data
 from dataset.prepare import knows_text
 from generate import Source
 from hf import lora
-from hf.tokenizer import holds_tokenizer, load_tokenizer
+from hf.tokenizer import begins_with_bos, holds_tokenizer, load_tokenizer
 from hf.weights import open_adapter, open_weights, refuse_in_the_way
 from inputs import settle_inputs
 from job.job import logger
@@ -114,6 +114,9 @@ def check_tokenizer(config: Config) -> None:
         )
     if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
         raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
+    with naming(f"--tokenizer {config.tokenizer}"):
+        if hasattr(tokenizer, "backend"):
+            begins_with_bos(tokenizer)  # refuses ids that hf/ would not give
     with naming("--prompt"):
         tokenizer.encode(config.prompt)
 

@@ -344,7 +344,10 @@ def render_chat(
     trained = bytearray(len(text))
     for begin, end in _choose_answers(messages, places, text, control, [] if notes is None else notes):
         trained[begin:end] = b"\1" * (end - begin)
-    return _encode(tokenizer, text, trained, control)
+    ids, mask = _encode(tokenizer, text, trained, control)
+    if notes is not None and ids[:2] == [tokenizer.bos_id] * 2:
+        notes.append(("the chat template begins with BOS twice", text))
+    return ids, mask
 
 
 def _check_messages(messages: list[dict]) -> None:

@@ -169,9 +169,10 @@ def test_bos_is_written_by_the_template_alone(tmp_path):
     d = _json("qwen")
     bos = tokenizers.processors.TemplateProcessing("<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
     d["post_processor"] = json.loads(bos.__getstate__())
-    for count, template in enumerate((TRAITS["plain"], "{{ bos_token }}" + TRAITS["plain"])):
+    for count, template in enumerate("{{ bos_token }}" * n + TRAITS["plain"] for n in range(3)):
         ours, theirs = _tokenizer(tmp_path / str(count), template, tokenizer__json=d, config={"add_bos_token": True})
-        ids, _ = render_chat(ours, [ASK, ANSWER], ours.chat_template)
+        ids, _ = render_chat(ours, [ASK, ANSWER], ours.chat_template, notes=(notes := []))
+        assert ["begins with BOS twice" in note for note, _ in notes] == [True] * (count == 2)
         assert ids == theirs.apply_chat_template([ASK, ANSWER], return_dict=False)
         assert ours.adds_bos and ids.count(ours.bos_id) == count
 

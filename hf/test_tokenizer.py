@@ -18,6 +18,8 @@ from dataset.prepare import main as run_text_command
 from hf import tokenizer as T
 from hf.chat import chat_template, render_chat
 from hf.weights import write_tokenizer
+from inputs import settled_args
+from preflight import check_tokenizer
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -383,6 +385,37 @@ def test_every_special_token_is_a_control_token(settings, tmp_path):
     assert not isinstance(written.get("extra_special_tokens"), list)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+
+
+BOS, TWICE, EOS = f"{SPECIAL[0]} $A", f"{SPECIAL[0]} {SPECIAL[0]} $A", f"$A {SPECIAL[1]}"
+
+
+@pytest.mark.parametrize("adds, settings, begins", [
+    (BOS, {}, True), (BOS, {"add_bos_token": False, "add_eos_token": True}, True), (None, {}, False),
+    (None, {"add_bos_token": True, "add_eos_token": True}, False),
+    (EOS, {}, None), (TWICE, {}, None),
+])  # fmt: skip
+def test_texts_of_an_export_begin_as_in_training(adds, settings, begins, tmp_path, caplog):
+    """begins: whether they begin with BOS; None: the tokenizer is refused."""
+    names = [(SPECIAL[0], 0), (SPECIAL[1], 1)]
+    processor = adds and tokenizers.processors.TemplateProcessing(adds, special_tokens=names).__getstate__()
+    d = _json("llama3") | {"post_processor": processor and json.loads(processor)}
+    spec = _write(tmp_path, tokenizer__json=d, tokenizer_config__json=settings)
+    ours = T.load_tokenizer(spec)
+    _write(tmp_path / "hf", config__json={"model_type": "llama"})
+    if begins is None:
+        for check in (lambda: check_tokenizer(settled_args(["--tokenizer", spec, "--vocab_size", "2048"])),
+                      lambda: write_tokenizer(ours, tmp_path / "hf")):  # fmt: skip
+            with pytest.raises(UserError, match="change its post_processor"):
+                check()
+        return
+    write_tokenizer(ours, tmp_path / "hf")
+    assert ("other programs will not add it" in caplog.text) == (not begins)
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("A naïve list")["input_ids"]
+    assert ids == [0] * begins + ours.encode("A naïve list")
+    caplog.clear()
+    write_tokenizer(ours, tmp_path / "hf", "llama")  # the template of a conversation has its BOS
+    assert not caplog.records
 
 
 def test_a_text_that_the_library_reads_as_a_control_token_is_refused(tmp_path):

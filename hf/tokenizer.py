@@ -35,6 +35,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+PLAIN_TEXT = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈"  # without the text of a control token
 WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 CONVERT = "write a tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
@@ -159,6 +160,22 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text, is_first):
         encoding = (self.backend if is_first else self.continued).encode(text, add_special_tokens=False)
         return encoding.ids, lambda: encoding.offsets
+
+
+def begins_with_bos(tokenizer: Tokenizer, file: Path | None = None) -> bool:
+    """Whether a text begins with BOS, as in training, for programs that read the tokenizer.json, or an export of it.
+    UserError if the ids differ otherwise."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(file)) if file else tokenizer.backend
+    backend.no_padding()
+    ids, trained = backend.encode(PLAIN_TEXT).ids, tokenizer.encode(PLAIN_TEXT)
+    if ids not in (trained, [tokenizer.bos_id, *trained]):
+        raise UserError(
+            f"tokenizer.json: a text has the ids {ids[:3]} ... {ids[-2:]}, but training begins it with one BOS"
+            f" ({tokenizer.bos_id}) and adds nothing: change its post_processor"
+        )
+    return ids != trained
 
 
 def token_sizes(tokenizer: Tokenizer) -> list[int]:

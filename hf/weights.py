@@ -39,7 +39,7 @@ from hf import lora
 from hf.chat import chat_template, render_chat
 from hf.families import FAMILIES, config_json, family, read_config
 from hf.lora import Read
-from hf.tokenizer import Tokenizer, load_tokenizer
+from hf.tokenizer import Tokenizer, begins_with_bos, load_tokenizer
 from model import Transformer
 from shapes import ModelConfig
 from shard import fill_parameters
@@ -320,6 +320,7 @@ def export(
 
     def finish():
         _write_json_files(temporary, split, config_json(config, str(dtype)[6:]), tokenizer, chat_format)
+        open_weights(temporary, config)  # refuses an incomplete folder
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
@@ -448,8 +449,15 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
         write_json(folder / "tokenizer.json", BYTES_JSON | {"model": model})
     settings_file = folder / "tokenizer_config.json"
     settings = tokenizer.names | (read_json(settings_file) or {"clean_up_tokenization_spaces": False})
+    settings.pop("add_eos_token", None)
     if (folder / "tokenizer.json").exists():
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
+        settings.pop("add_bos_token", None)  # transformers 5 would obey it, and 4 the tokenizer.json
+        if not begins_with_bos(tokenizer, folder / "tokenizer.json") and not chat_format:
+            logger.warning(
+                "Texts began with BOS in training, but other programs will not add it: give them"
+                f" {tokenizer.names['bos_token']} and the text"
+            )
     else:
         settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
         if not tokenizer.is_llama:
