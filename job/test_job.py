@@ -148,7 +148,7 @@ def test_the_end_of_another_rank_ends_this_one_in_every_phase(tmp_path, watched,
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_rank_of_the_same_torchrun_that_is_killed_ends_this_one(watched, monkeypatch, others):
     """But no other child of a script between torchrun and this rank. The test stands for torchrun."""
-    child = subprocess.Popen(["sleep", "60"])
+    child, another = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     watched.watchdog.parent = os.getpid()
     children = len(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(children + others))
@@ -160,6 +160,7 @@ def test_a_rank_of_the_same_torchrun_that_is_killed_ends_this_one(watched, monke
         assert dog.ended == ended
         child.kill()
         child.wait()
+    another.kill()
 
 
 @pytest.mark.parametrize(("ranks", "silent"), [(1, []), (3, []), (12, []), (6, [4])])
