@@ -556,9 +556,9 @@ def test_a_run_that_is_killed_again_and_again_computes_the_same(tmp_path, text):
     others then stop by themselves."""
     rng, flags, run, done = random.Random(0), ["--steps", 400, "--save_every", 3], tmp_path / "run", 0
     run_job(tmp_path / "truth", text, *flags)
-    (tmp_path / "job.py").write_text(JOB.format(root=str(ROOT), code=SLOWER.format(0.003)))
+    (tmp_path / "killed.py").write_text(JOB.format(root=str(ROOT), code=SLOWER.format(0.003)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    words = [*map(str, (*torchrun, tmp_path / "job.py", *TINY, "--data", text, "--out", run, *flags))]
+    words = [*map(str, (*torchrun, tmp_path / "killed.py", *TINY, "--data", text, "--out", run, *flags))]
     words += ["--cache", str(tmp_path / "cache")]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     while done < 30:
