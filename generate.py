@@ -26,7 +26,7 @@ from random import Random
 from typing import NamedTuple
 
 from base.disk import plural, read_json, write_json, write_whole
-from base.errors import Failure, Parser, UserError, check_words, naming, prepare_python, run_script, within
+from base.errors import Failure, Parser, UserError, check_words, prepare_python, run_script, within
 from base.hub import local_path
 
 # ---- the command line, understood before torch is imported, which takes seconds
@@ -88,7 +88,7 @@ from attention import WITHOUT_CUDNN
 from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
 from checkpoint import newest
 from config import Config
-from dataset.prepare import find_files, knows_text, warn_once
+from dataset.prepare import knows_text, read_rows, warn_once
 from hf.chat import chat_template, find_messages, render_chat, take_prompt
 from hf.families import read_config
 from hf.tokenizer import load_tokenizer
@@ -255,6 +255,18 @@ class Source(NamedTuple):
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids] if self.bos or not ids else ids
 
+    def read_prompt(self, fields: dict, chat: bool = False) -> tuple[list[int], str | list[dict]]:
+        """Takes the prompt out of the fields of a row -> (its ids, its text or messages). A text is continued; with
+        `chat` or a system message it is a message of the user. The answer at the end of a conversation is left out."""
+        prompt = take_prompt(fields)
+        if isinstance(prompt, str) and not (chat or fields.get("system")):
+            return self.encode(prompt), prompt
+        turns = {"prompt": prompt, "completion": []}
+        messages, inputs, _ = find_messages(fields | turns, (*turns,))
+        if messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        return self.render(messages, inputs), messages
+
     def render(self, messages: list[dict], inputs: dict | None = None) -> list[int]:
         """The ids of a conversation with the prompt for an answer. inputs: of its template."""
         template = chat_template(self.tokenizer, self.config.chat_format)
@@ -337,29 +349,6 @@ def converse(model: Transformer, source: Source, args: argparse.Namespace) -> No
 # ---- a file of prompts
 
 
-def read_prompts(args: argparse.Namespace, source: Source) -> list[tuple[list[int], dict, dict]]:
-    """The rows of --prompts -> (the ids of its prompt, its fields with `prompt` in one form, the row) of each. A text
-    is continued; with --chat or a system message it is a message of the user. The answer at the end of a conversation
-    is left out."""
-    prompts = []
-    for file in find_files(args.prompts, "--prompts"):
-        for row in file.rows(val_every=0):
-            with naming(f"{file.name} row {row.number}"):
-                fields = {"system": args.system} | row.fields()
-                prompt = take_prompt(fields)
-                if isinstance(prompt, str) and not (args.chat or fields["system"]):
-                    ids = source.encode(prompt)
-                else:
-                    turns = {"prompt": prompt, "completion": []}
-                    prompt, inputs, _ = find_messages(fields | turns, (*turns,))
-                    if prompt and prompt[-1]["role"] == "assistant":
-                        prompt.pop()
-                    ids = source.render(prompt, inputs)
-                del fields["system"]  # the messages have it
-                prompts.append((ids, {"prompt": prompt} | fields, row.fields()))
-    return prompts
-
-
 def load_reward(spec: str) -> Callable[[str | list[dict], str, dict], float]:
     """The function of --reward FILE.py:NAME. The file runs in this process."""
     file, _, name = spec.rpartition(":")
@@ -384,8 +373,15 @@ def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> No
     has random numbers of its own: neither ranks nor a kill change an answer. All ranks must call."""
     from huggingface_hub.utils import tqdm
 
+    def read(row: dict) -> tuple[list[int], dict, dict]:
+        """-> (the ids of the prompt, the fields with `prompt` in one form, the row)"""
+        fields = {"system": args.system} | row
+        ids, prompt = source.read_prompt(fields, args.chat)
+        del fields["system"]  # the messages have it
+        return ids, {"prompt": prompt} | fields, row
+
     reward = load_reward(args.reward) if args.reward else None
-    prompts = on_every_rank(lambda: read_prompts(args, source), ranks)
+    prompts = on_every_rank(lambda: read_rows(args.prompts, "--prompts", read), ranks)
     on_first_rank(lambda: begin_answers(args, source.name, prompts), ranks)
     todo = [(n, k) for n in range(len(prompts)) for k in range(args.samples)]
     batches = {Path(args.out, f"batches/{i}.json"): todo[i : i + args.batch] for i in range(0, len(todo), args.batch)}
@@ -434,13 +430,14 @@ def main(argv: list[str]) -> None:
     if args.prompts:
         answer_prompts(args, source, ranks)
         return leave(ranks)
-    rows = on_every_rank(lambda: score.read_rows(args.score, "--score", source), ranks) if args.score else None
-    model = source.load(args.dtype, ranks)
     if args.score:
-        results = score.score(model, rows, ranks, shows=True)
+        rows = on_every_rank(lambda: score.read_questions(args.score, "--score", source), ranks)
+        on_first_rank(lambda: args.out and open(args.out, "a").close(), ranks)  # refused now, not after all the work
+        results = score.score(source.load(args.dtype, ranks), rows, ranks, shows=True)
         if ranks.rank == 0:
             score.report(results, args.out)
         return leave(ranks)
+    model = source.load(args.dtype, ranks)
     if args.chat:
         return converse(model, source, args)
     texts = args.prompt or [""]

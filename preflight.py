@@ -177,7 +177,7 @@ def read_questions(config: Config) -> list[dict]:
         return []
     tokenizer, shape = load_tokenizer(config.tokenizer), config.model_config
     source = Source("", shape, None, None, tokenizer, config.trained_length(shape), True, ())
-    rows = score.read_rows(config.eval_score, "--eval_score", source)
+    rows = score.read_questions(config.eval_score, "--eval_score", source)
     if not any("answer" in row for row in rows):
         raise UserError(f"--eval_score {config.eval_score}: no row has choices")
     return rows

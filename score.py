@@ -24,9 +24,9 @@ from torch.nn.attention import sdpa_kernel
 from attention import WITHOUT_CUDNN
 from base import disk
 from base.disk import write_whole
-from base.errors import UserError, naming
+from base.errors import UserError
 from base.ranks import Ranks, gather
-from dataset.prepare import find_files
+from dataset.prepare import read_rows
 from model import IGNORE, Transformer
 from shard import uncompiled, whole_rows
 
@@ -34,28 +34,23 @@ BATCH_TOKENS = 2**14  # of a forward pass of a rank
 Z = 1.96  # standard deviations of a normal distribution within which 95 % lie
 
 
-def read_rows(path: str, flag: str, source) -> list[dict]:
+def read_questions(path: str, flag: str, source) -> list[dict]:
     """The rows of a file in any format of --data, each with `parts`, one for each choice or for each window of a text:
     (ids, how many of the last of them are predicted). source: a generate.Source."""
-    rows = []
-    for file in find_files(path, flag):
-        for row in file.rows(val_every=0):
-            with naming(f"{file.name} row {row.number}"):
-                rows.append(_encode(row.fields(), source))
-    return rows
+    return read_rows(path, flag, lambda fields: _encode(fields, source))
 
 
 def _encode(fields: dict, source) -> dict:
-    prompt, answer = fields.get("prompt", fields.get("messages")), fields.get("answer")
-    choices, text = fields.get("choices"), fields.get("text")
+    choices, answer, text = (fields.pop(name, None) for name in ("choices", "answer", "text"))
     if text and isinstance(text, str) and choices is None:
         return {"parts": _windows(text, source), "bytes": len(text.encode())}
     if not (isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)):
         choices = []
     answer = choices.index(answer) if answer in choices else answer
-    if not isinstance(prompt, str | list) or answer not in range(len(choices)):
+    if answer not in range(len(choices)):
         raise UserError("expected a text, or prompt or messages, choices, and answer, which is a choice or its index")
-    parts = [_choice(prompt, choice, source) for choice in choices]
+    ids, prompt = source.read_prompt(fields)
+    parts = [_choice(ids, prompt, choice, source) for choice in choices]
     return {"parts": parts, "answer": answer, "lengths": [*map(len, choices)]}
 
 
@@ -66,14 +61,15 @@ def _windows(text: str, source) -> list[tuple[list[int], int]]:
     return [(ids[max(0, end - context - 1) : end], end - begin) for begin, end in pairwise(ends)]
 
 
-def _choice(prompt: str | list[dict], choice: str, source) -> tuple[list[int], int]:
+def _choice(ids: list[int], prompt: str | list[dict], choice: str, source) -> tuple[list[int], int]:
+    """ids: of a prompt of messages."""
     tokenizer = source.tokenizer
     if isinstance(prompt, str):
         bos = [tokenizer.bos_id] * source.bos
         ids = bos + tokenizer.encode(prompt.rstrip())
         added = (bos + tokenizer.encode(f"{prompt} {choice}"))[len(ids) :]  # spaces belong to the token after them
     else:
-        ids = source.render(prompt)
+        ids = [*ids]
         added = tokenizer.encode(choice, is_first=False)
         while tokenizer.decode(ids[-1:]).isspace():  # as after a text, it is scored with the choice
             added.insert(0, ids.pop())

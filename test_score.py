@@ -3,7 +3,6 @@ here (the real one gave the same 80 rows to 2e-5); the equation behind Wilson's 
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ import transformers
 
 import score
 from base.errors import UserError
-from generate import main
+from generate import Source, main
 from hf.tokenizer import ByteTokenizer
+from model import MODELS
 from test_faults import run_here  # noqa: F401
 from test_generate import hub  # noqa: F401
 from test_train import records
@@ -86,10 +86,19 @@ def test_choices_are_scored_as_by_lm_eval(tmp_path, hub, capsys, monkeypatch, na
 
 
 def test_choices_after_messages_are_scored_as_by_lm_eval(tmp_path, hub, capsys):  # noqa: F811
+    """In every form of a conversation, with its system message."""
     folder, theirs, _, _ = hub("llama3")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    rows = [{"messages": [{"role": "user", "content": text}], "choices": CHOICES, "answer": 1} for text in ("Hi", "x")]
-    texts = [tokenizer.apply_chat_template(r["messages"], tokenize=False, add_generation_prompt=True) for r in rows]
+    system, ask = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    rows = [
+        {"messages": [ask]}, {"messages": json.dumps([ask])}, {"system": "Be brief.", "prompt": "Hi"},
+        {"conversations": [{"from": "human", "value": "Hi"}], "system": "Be brief."},
+    ]  # fmt: skip
+    rows = [row | {"choices": CHOICES, "answer": 1} for row in rows]
+    texts = [
+        tokenizer.apply_chat_template([system, ask][count:], tokenize=False, add_generation_prompt=True)
+        for count in (1, 1, 0, 0)
+    ]
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text begins with BOS
@@ -124,18 +133,16 @@ def test_texts_have_the_losses_of_transformers(tmp_path, hub, capsys, name):  # 
 
 @pytest.mark.parametrize("row, message", [
     ({"prompt": "a"}, "expected a text, or prompt"), ({"text": ""}, "expected a text, or prompt"),
-    ({"choices": ["a"], "answer": 0}, "expected a text, or prompt"),
+    ({"choices": ["a"], "answer": 0}, "message 0: expected system or developer or user"),
     ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "expected a text, or prompt"),
-    ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", ""], "answer": 0}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": [1, 2], "answer": 1}, "expected a text, or prompt"),
-    ({"text": 7}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", "123456789"], "answer": 0}, "'123456789' has 10 tokens, expected 1 to 8"),
 ])  # fmt: skip
 def test_bad_rows_are_named(tmp_path, row, message):
-    source = SimpleNamespace(tokenizer=ByteTokenizer(), bos=True, context=8)
+    source = Source("", MODELS["tiny-llama"], None, None, ByteTokenizer(), 8, True, ())
     with pytest.raises(UserError, match=f"rows.jsonl row 2: .*{message}"):
-        score.read_rows(write(tmp_path / "rows.jsonl", [{"text": "fine"}, row]), "--score", source)
+        score.read_questions(write(tmp_path / "rows.jsonl", [{"text": "fine"}, row]), "--score", source)
 
 
 @pytest.mark.parametrize("right, n", [(0, 5), (5, 5), (3, 7), (28, 80)])
@@ -159,5 +166,7 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert f"lm_eval --model hf --model_args pretrained={tmp_path / 'run'}/hf --tasks" in output
     main(["--run", str(tmp_path / "run"), "--score", questions])
     assert f"{found[12]:.4f}" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError):  # before it scores
+        main(["--run", str(tmp_path / "run"), "--score", questions, "--out", str(tmp_path / "no/scores.jsonl")])
     output = run_here(tmp_path / "no", *flags[:-1], write(tmp_path / "texts.jsonl", [{"text": "x"}]), status=2)
     assert "no row has choices" in output

@@ -114,6 +114,16 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     return shards or texts
 
 
+def read_rows(spec: str, flag: str, read: Callable) -> list:
+    """read(fields of a row) of all rows. An error names its row."""
+    results = []
+    for file in find_files(spec, flag):
+        for row in file.rows(val_every=0):
+            with naming(f"{file.name} row {row.number}"):
+                results.append(read(row.fields()))
+    return results
+
+
 def fetch_files(files: list[TextFile], cache: Path) -> list[TextFile]:
     """The local copies of files. Files of one remote folder are downloaded into one folder of the cache, with the
     index.json of token shards. Several processes may call it at the same time."""

@@ -180,11 +180,13 @@ def take_prompt(fields: dict) -> str | list:
     """Takes the prompt out of a row's fields -> its text or its messages; [] if there is none."""
     if isinstance(fields.get("input"), dict):  # OpenAI's form
         fields |= fields.pop("input")
-    name = next((name for name in PROMPTS if fields.get(name)), None)
-    prompt = fields.pop(name, [])
+    name = next((name for name in PROMPTS if fields.get(name)), "prompt")
+    prompt = fields.pop(name, None)
     if name == "instruction" and fields.get("input"):
         prompt = f"{prompt}\n\n{parse_field(fields.pop('input'), 'input', str)}"
-    return parse_field(prompt, name) if name in ("messages", "conversations", "conversation") else prompt
+    if name in ("messages", "conversations", "conversation"):
+        return parse_field(prompt, name)
+    return [] if prompt is None else prompt
 
 
 def parse_field(value, name: str, kind: type = list):
