@@ -75,7 +75,7 @@ def test_a_run_leaves_all_that_it_promises_and_its_memory_stays_flat(tmp_path, t
     flags = [*FAST, "--data", text, "--steps", 62, "--log_every", 5, "--eval_every", 20, "--save_every", 20]
     code = "import log; log.peak_flops = lambda *_: (1e12, 'not measured')"
     done = train(*flags, "--sample_every", 30, "--prompt=7 and", "--out", run, env={"PLOTS": "yes"}, code=code)
-    files = "flags.json env.json status.json metrics.jsonl log.txt curves.png samples.txt checkpoints hf"
+    files = "flags.json env.json status.json metrics.jsonl log.txt logs curves.png samples.txt checkpoints hf"
     assert {p.name for p in run.iterdir()} == set(files.split())
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("finished", 62, 0)
