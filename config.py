@@ -336,7 +336,7 @@ def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
     return settings
 
 
-def _expand(words: list[str], recipe: str = "", outer: tuple = ()) -> Iterator[tuple[str, str]]:
+def _expand(words: list[str], recipe: str = "") -> Iterator[tuple[str, str]]:
     """(word, its recipe), with each @NAME replaced by the words of that recipe."""
     for word in words:
         if not word.startswith("@"):
@@ -347,15 +347,13 @@ def _expand(words: list[str], recipe: str = "", outer: tuple = ()) -> Iterator[t
             near = nearest(path.stem, [recipe.stem for recipe in (ROOT / "recipes").glob("*.args")])
             meant = f"did you mean @recipes/{near}.args?" if near else "`bash launch.sh recipes` lists them"
             raise UserError(f"{word}: this recipe does not exist; {meant}")
-        if path in outer:
-            raise UserError(f"{word}: the recipe names itself")
         try:
             inner = shlex.split(path.read_text("utf-8"), comments=True)
         except ValueError as e:  # no UTF-8, or an open quote
             raise UserError(f"{path}: {e}") from None
         if inner and inner[0][:1] not in "-@":
             raise UserError(f"{path} is not a recipe: it must begin with a flag")
-        yield from _expand(inner, str(path), (*outer, path))
+        yield from _expand(inner, str(path))
 
 
 def make_parser() -> Parser:
@@ -404,10 +402,17 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
     values = {f.name: f.default for f in FIELDS}
     values |= {f.name: _read_value(f, settings[f.name][0]) for f in FIELDS if f.name in settings}
-    if {"steps", "epochs"} <= settings.keys():
-        raise UserError("--steps and --epochs exclude each other")
-    if values["lora_weights"] and "lora" in settings and not values["lora"]:
-        raise UserError("--lora_weights has no effect with --lora 0: leave out --lora, which is the adapter's")
+    _refuse_first(
+        ({"steps", "epochs"} <= settings.keys(), "--steps and --epochs exclude each other"),
+        (
+            values["lora_weights"] and "lora" in settings and not values["lora"],
+            "--lora_weights has no effect with --lora 0: leave out --lora, which is the adapter's",
+        ),
+        (
+            trains and values["lora"] and not values["weights"],
+            f"--lora {values['lora']} without --weights would freeze random weights: name --weights",
+        ),
+    )
     if values["dpo"] in ("sigmoid", "ipo"):
         values["dpo_beta"] = values["dpo_beta"] or 0.1
     model = values["model"] = values["model"] or values["weights"] or "tiny-llama"
@@ -423,8 +428,6 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     check_values(config)
     if config.model_config:
         check_model(config)
-    if trains and config.lora and not config.weights:
-        raise UserError(f"--lora {config.lora} without --weights would freeze random weights: name --weights")
     return config
 
 
@@ -584,13 +587,13 @@ def refuse_conflicts(c: Config, world_size: int = 0) -> None:
     on += ["stream"] * any("://" in entry for entry in c.data + c.val_data) + ["lora"] * bool(c.lora_weights)
     flags = {f"--{name} {value}" for name, value in c.flags().items()} | {f"--{name}" for name in on}
     flags |= {"several processes"} if world_size > 1 else set()
-    if world_size % c.context_parallel:
-        raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
+    parts = c.context_parallel
+    rules = [(world_size % parts, f"--context_parallel {parts} does not divide the {world_size} ranks")]
     for f in FIELDS:
-        missing = [needed for needed in f.metadata["needs"] if f"--{needed}" not in flags]
-        if missing and world_size == 0 and getattr(c, f.name) not in (f.default, 0):
-            raise UserError(f"--{f.name} has no effect without --{missing[0]}")
+        is_given = world_size == 0 and getattr(c, f.name) not in (f.default, 0)
+        for needed in f.metadata["needs"]:
+            rules.append((is_given and f"--{needed}" not in flags, f"--{f.name} has no effect without --{needed}"))
         for value, other, reason in f.metadata["excludes"]:
             mine = f"--{f.name} {value}".strip()
-            if flags.issuperset((mine, other)):
-                raise UserError(f"{mine} with {other}: {reason}")
+            rules.append((flags.issuperset((mine, other)), f"{mine} with {other}: {reason}"))
+    _refuse_first(*rules)

@@ -63,15 +63,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
     args.chat |= args.system is not None
     args.how = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-    if args.score and (args.prompt or args.prompts or args.chat) or args.out and not (args.prompts or args.score):
-        raise UserError("--score goes without --prompt, --prompts and --chat; --out belongs to --prompts or --score")
-    if (
-        args.prompts
-        and (args.prompt or not args.out)
-        or not args.prompts
-        and (args.samples > 1 or args.reward or args.stop)
-    ):
-        raise UserError("--prompts FILE needs --out DIR instead of --prompt; --samples, --reward and --stop need both")
+    if args.prompts:
+        misplaced = args.prompt or args.score or not args.out
+    else:
+        misplaced = args.samples > 1 or args.reward or args.stop or not args.score and args.out
+        misplaced = misplaced or args.score and (args.prompt or args.chat)
+    if misplaced:
+        raise UserError(
+            "expected --prompts FILE --out DIR, for which --samples, --reward and --stop are, or --score FILE without"
+            " --chat, or --prompt"
+        )
     return args
 
 

@@ -44,7 +44,6 @@ from shard import free_gathered
 
 logger = logging.getLogger("flatland")
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")
-TEMPORARY = "reference.tmp.npz"  # until it is whole
 
 
 class Objective(NamedTuple):
@@ -141,9 +140,11 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     for step, micro_batches in enumerate(itertools.islice(copy(data), steps)):
         for batch in micro_batches:
             batch = batch.to(ranks.device)
+            sums = partial(pair_sums, targets=batch.targets, positions=batch.positions, pairs=batch.pairs.shape[1])
             *_, details = model(
-                batch.tokens, batch.targets, batch.positions, batch.documents, True, partial(_logp_alone, batch)
-            )
+                batch.tokens, batch.targets, batch.positions, batch.documents, True,
+                lambda losses, sums=sums: (losses.sum(), 0, sums(losses)[0]),
+            )  # fmt: skip
             numbers, logp = (x[batch.pairs >= 0].cpu() for x in (batch.pairs, details.figures))
             is_first = visits[numbers] == torch.inf  # a later epoch has other micro-batches, and other bits
             values[numbers[is_first]], visits[numbers[is_first]] = logp[is_first], float(step)
@@ -159,12 +160,6 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     return values.masked_fill(values == -torch.inf, torch.nan).numpy()
 
 
-def _logp_alone(batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An objective that only reports log p."""
-    logp, _ = pair_sums(losses, batch.targets, batch.positions, batch.pairs.shape[1])
-    return losses.sum(), (batch.pairs >= 0).sum(), logp
-
-
 def make_objective(config, run, model, weight_scales, data, val_data, resume_from) -> Objective | None:
     """The objective of a run; None without --dpo. Gives its Loaders the reference of their pairs: computed before the
     first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
@@ -177,13 +172,15 @@ def make_objective(config, run, model, weight_scales, data, val_data, resume_fro
     if config.dpo == "simpo":
         return objective
     loaders, steps = [loader for loader in (data, val_data) if loader], data.first_visits(config.steps)
+    keys = [f"{loader.split} {loader.fingerprint}" for loader in loaders]
     if resume_from:
-        values = on_first_rank(lambda: _read_reference(run.folder, resume_from.folder, loaders, steps), ranks)
+        values = on_first_rank(lambda: _read_reference(run.folder, resume_from.folder, keys, steps), ranks)
     else:
         weight_scales.refresh()  # as a step does
         visits = steps, None  # of training, and all of validation
         values = [compute_reference(model, *row, ranks) for row in zip(loaders, visits, strict=False)]
-        on_first_rank(lambda: _write_reference(run.folder, loaders, steps, values), ranks)
+        arrays = dict(zip(keys, values, strict=True), steps=np.array(steps))
+        on_first_rank(lambda: np.savez(run.folder / "reference.npz", **arrays), ranks)
         free_gathered(model)
         logger.info(f"Computed the reference of the pairs in {time.perf_counter() - begin:.1f} s")
     for loader, reference in zip(loaders, values, strict=True):
@@ -191,32 +188,18 @@ def make_objective(config, run, model, weight_scales, data, val_data, resume_fro
     return objective
 
 
-def _key(loader) -> str:
-    """The name of a Loader's reference in the file."""
-    return f"{loader.split} {loader.fingerprint}"
-
-
-def _write_reference(run: Path, loaders: list, steps: int, values: list[np.ndarray]) -> None:
-    np.savez(run / TEMPORARY, steps=np.array(steps), **dict(zip(map(_key, loaders), values, strict=True)))
-    (run / TEMPORARY).rename(run / "reference.npz")
-
-
-def _read_reference(run: Path, resume_from: Path, loaders: list, steps: int) -> list[np.ndarray]:
-    """resume_from: a checkpoint, which --resume may name in another run."""
+def _read_reference(run: Path, resume_from: Path, keys: list[str], steps: int) -> list[np.ndarray]:
+    """resume_from: a checkpoint, which --resume may name in another run. keys: the names of the arrays."""
     path, origin = run / "reference.npz", resume_from.parent.parent / "reference.npz"
     try:
         if not path.exists() and origin.exists():
-            shutil.copyfile(origin, run / TEMPORARY)
-            (run / TEMPORARY).rename(path)
+            temporary = shutil.copyfile(origin, path.with_suffix(".tmp"))
+            temporary.rename(path)
         with np.load(path) as stored:
-            lacking = [loader.split for loader in loaders if _key(loader) not in stored]
-            if lacking:
-                problem = f"lacks the pairs of the {lacking[0]} split"
-            elif int(stored["steps"]) < steps:
-                problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"
-            else:
-                return [stored[_key(loader)] for loader in loaders]
-    except Exception as e:  # a damaged archive leads to any kind
+            if stored["steps"] >= steps:
+                return [stored[key] for key in keys]
+            problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"
+    except Exception as e:  # a damaged archive leads to any kind; one that lacks a split, to a KeyError
         problem = f"cannot be read: {e}"
     raise UserError(
         f"{path} {problem}. A resume needs the log-probabilities of the weights before the first step: restore the"

@@ -107,13 +107,12 @@ def check_tokenizer(config: Config) -> None:
     beside = config.weights and holds_tokenizer(local_path(config.weights, "--weights"))
     padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
     is_foreign = config.weights and not beside and size - tokenizer.vocab_size >= padding
-    if tokenizer.vocab_size > size or is_foreign:
+    differs = beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE)
+    if tokenizer.vocab_size > size or is_foreign or differs:
         raise UserError(
-            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --model {config.model} has {size}: give"
-            " the model's tokenizer, or change its vocabulary"
+            f"--tokenizer {config.tokenizer} with {tokenizer.vocab_size} ids is not that of --model {config.model}"
+            f" with {size}, or of --weights: leave out --tokenizer, or change the vocabulary"
         )
-    if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
-        raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
     with naming(f"--tokenizer {config.tokenizer}"):
         if hasattr(tokenizer, "backend"):
             begins_with_bos(tokenizer)  # refuses ids that hf/ would not give
@@ -165,8 +164,9 @@ def open_inputs(config: Config, resume_from, ranks: Ranks):
     on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
     questions = on_every_rank(lambda: read_questions(config), ranks)
-    if config.keep_best == "val_loss" and not val_data:
-        raise UserError("--keep_best val_loss: this run has no validation data")
+    has = {"none": True, "val_loss": val_data, "score_acc": any("answer" in row for row in questions)}
+    if not has[config.keep_best]:
+        raise UserError(f"--keep_best {config.keep_best}: there is no validation data, or no row has choices")
     read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
     return data, val_data, questions, read_weights
 
@@ -177,10 +177,7 @@ def read_questions(config: Config) -> list[dict]:
         return []
     tokenizer, shape = load_tokenizer(config.tokenizer), config.model_config
     source = Source("", shape, None, None, tokenizer, config.trained_length(shape), True, ())
-    rows = score.read_questions(config.eval_score, "--eval_score", source)
-    if not any("answer" in row for row in rows):
-        raise UserError(f"--eval_score {config.eval_score}: no row has choices")
-    return rows
+    return score.read_questions(config.eval_score, "--eval_score", source)
 
 
 def open_initial_weights(config: Config, resumes: bool, rank: int = 0):

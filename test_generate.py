@@ -381,7 +381,7 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     *((words, f"{words.replace(' ', ': ')} must be ") for words in (
         "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0",
         f"--seed {2**64}")),
-    ("--promt x", "did you mean --prompt"), ("--samples 2", "need both"), ("--prompts x", "needs --out DIR"),
+    ("--promt x", "did you mean --prompt"), ("--samples 2", "expected --prompts"), ("--prompts x", "FILE --out DIR"),
     ("--run {empty}", "config.json cannot be read"),
     ("--run {llama3} --prompts {rows} --out {new}", "rows.jsonl row 2: Chat message 0: expected"),
     ("--run {llama3} --prompts {rows} --out {empty}", "exists, without answers"),

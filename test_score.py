@@ -168,5 +168,6 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert f"{found[12]:.4f}" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError):  # before it scores
         main(["--run", str(tmp_path / "run"), "--score", questions, "--out", str(tmp_path / "no/scores.jsonl")])
-    output = run_here(tmp_path / "no", *flags[:-1], write(tmp_path / "texts.jsonl", [{"text": "x"}]), status=2)
+    flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
+    output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)
     assert "no row has choices" in output

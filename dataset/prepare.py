@@ -460,7 +460,7 @@ VERBS = {
         "help": "tokenizes text into a folder of shards, once and on all cores",
         "flags": {
             "--data --input": dict(nargs="+", required=True, help="files of text"),
-            "--tokenizer": dict(nargs=1, help="bytes, a folder or a hub id"),
+            "--tokenizer": dict(nargs=1, required=True, help="bytes, a folder or a hub id"),
             "--out": dict(nargs=1, required=True, help="the folder for the shards"),
             "--text_field": dict(nargs="+", help="as for train.py, and so the next five"),
             "--chat_fields": dict(nargs="+"),
@@ -533,8 +533,6 @@ def main(argv: list[str], parse_args: Callable) -> None:
         for path in args["path"]:
             verify_shards(path)
         return print("all is as it should be")
-    if verb == "prepare" and not args["tokenizer"]:
-        raise UserError("data.py prepare needs --tokenizer: bytes, a folder or a hub id")
     how = [value for value in args.values() if isinstance(value, int)]
     given = {name: value for name, value in args.items() if isinstance(value, list)}
     config = parse_args([word for name, words in given.items() for word in (f"--{name}", *words)])

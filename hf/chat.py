@@ -166,13 +166,12 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
         turns = {"prompt": question, "completion": [answer] if isinstance(answer, dict) else answer}
         # The row may also have `messages`, which UltraFeedback fills with the chosen conversation.
         messages, inputs, unread = find_messages(others | turns, (*chat_fields[:-2], *turns))
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise UserError(f"a pair whose {name} does not end with an answer of the assistant")
+        has_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
         earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]]
         last = {key: value for key, value in messages[-1].items() if key != "weight"}
         found.append(([*earlier, last], inputs, unread))
-    if found[0][0][:-1] != found[1][0][:-1]:
-        raise UserError(f"{' and '.join(names)} differ before their last answer: only the last may differ")
+        if not has_answer or earlier != found[0][0][:-1]:
+            raise UserError(f"{' and '.join(names)} differ before their last answer, or {name} does not end with one")
     return found
 
 
@@ -267,7 +266,6 @@ def _raise_exception(message: str) -> None:
 @functools.cache
 def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     """-> (the template, the expression for a control token)"""
-    from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     # {% generation %} ... {% endgeneration %} is a scope. They keep their control of white space.
@@ -280,10 +278,7 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     known = {"raise_exception": _raise_exception, "strftime_now": DATE.strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    try:
-        return environment.from_string(source, tokenizer.names | known), re.compile(control)
-    except TemplateError as e:
-        raise UserError(f"Chat: the chat template is damaged: {e}") from None
+    return environment.from_string(source, tokenizer.names | known), re.compile(control)
 
 
 def _break_up(text, control: re.Pattern):
