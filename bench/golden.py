@@ -140,16 +140,12 @@ def write_data(folder: Path) -> None:
     (folder / "chat.jsonl").write_text("".join(rows))
 
 
-def flags_of(recipe: str, dtype: str) -> list[str]:
-    return [*COMMON, *RECIPES[recipe].format(dtype=dtype).split()]
-
-
 def train_rank(index: int, dtype: str, ports: list[int]) -> None:
     """One of the three processes that train a recipe: the first alone, the others as two ranks."""
     recipe, port = [*RECIPES][index // 3], ports[index // 3]
     ranks, rank = (("1 rank", 0), ("2 ranks", 0), ("2 ranks", 1))[index % 3]
     os.environ.update(WORLD_SIZE=ranks[0], RANK=str(rank), MASTER_PORT=str(port))
-    sys.exit(train.main([*flags_of(recipe, dtype), f"--out={recipe} on {ranks}"]))
+    sys.exit(train.main([*COMMON, *RECIPES[recipe].format(dtype=dtype).split(), f"--out={recipe} on {ranks}"]))
 
 
 def train_all(dtype: str) -> None:
@@ -196,10 +192,8 @@ def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtyp
 def main(argv: list[str]) -> None:
     asked = Parser({"--record": {"action": "store_true"}}).parse_args(argv)
     record = json.loads(RECORD.read_text())
-    # Maker and family of this CPU, as in AuthenticAMD family 25.
-    here = (
-        " family ".join(re.findall(r"^(?:vendor_id|cpu family)\s*: (.*)$", CPUINFO.read_text(), re.M)[:2]) or "unknown"
-    )
+    about = re.findall(r"^(?:vendor_id|cpu family)\s*: (.*)$", CPUINFO.read_text(), re.M)
+    here = " family ".join(about[:2]) or "unknown"  # as AuthenticAMD family 25
     makers, instructions = record["makers"], sets_here()[0]
     if asked.record:
         makers = makers if record["torch"] == TORCH else {}

@@ -83,7 +83,8 @@ def test_the_tolerance_catches_deliberate_mistakes(mistake, tmp_path, monkeypatc
     monkeypatch.setattr(train, "make_optimizer", make_wrong)
     if mistake == "mask":
         monkeypatch.setattr(attention, "F", Namespace(scaled_dot_product_attention=look_ahead))
-    assert train.main([*golden.flags_of("gpt2", ""), "--attention=sdpa", f"--steps={golden.FIRST}", "--out=run"]) == 0
+    flags = [*golden.COMMON, *golden.RECIPES["gpt2"].split(), "--attention=sdpa", f"--steps={golden.FIRST}"]
+    assert train.main([*flags, "--out=run"]) == 0
     name, run = "gpt2 on 1 rank", golden.figures(tmp_path / "run")
     record = next(iter(json.loads(golden.RECORD.read_text())["makers"].values()))["sets"]["avx2"][name]
     expected = run | {key: record[key][: golden.FIRST] for key in ("loss", "grad_norm")}
