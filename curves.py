@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 from pathlib import Path
 
 PANELS = {  # fields of metrics.jsonl, and their labels
@@ -83,9 +82,3 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     panels["grad_norm"].set_yscale("log")
     panels["loss"].legend(fontsize=8)
     figure.savefig(out, dpi=100)
-
-
-def draw_run(run: Path) -> None:
-    """Draws RUN/curves.png, which is replaced as a whole."""
-    draw_runs([run], run / "curves.tmp.png")
-    os.replace(run / "curves.tmp.png", run / "curves.png")

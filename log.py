@@ -54,8 +54,6 @@ MORE = {  # parts of the line for values that only some records have
     "val_bpb": ", {val_bpb:.4f} bits per byte",
     "score_acc": ", score acc {score_acc:.4f}",
 }
-
-
 # Names that trackers get, as from TRL's trainer.
 TRL = {
     "rewards_chosen": "rewards/chosen",
@@ -271,9 +269,12 @@ class Log:
 
     def _draw(self) -> None:
         """In another process, which needs no torch."""
-        code = "import sys, pathlib, curves; curves.draw_run(pathlib.Path(sys.argv[1]))"
-        command = sys.executable, "-c", code, str(self.run.folder.absolute())
+        folder = self.run.folder.absolute()
+        new = folder / "curves.tmp.png"
+        code = "import sys, pathlib, curves; curves.draw_runs([pathlib.Path(sys.argv[1])], sys.argv[2])"
+        command = sys.executable, "-c", code, str(folder), str(new)
         subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=True)
+        os.replace(new, folder / "curves.png")
 
 
 def keep_records(file: Path, start: int) -> None:
@@ -287,11 +288,6 @@ def keep_records(file: Path, start: int) -> None:
 
 
 # ---- trackers
-
-
-def _rename(record: dict) -> dict:
-    """A record with TRL's names for the figures of pairs."""
-    return {TRL.get(name, name): value for name, value in record.items()}
 
 
 def refuse_trackers(names: tuple[str, ...]) -> None:
@@ -324,7 +320,8 @@ class Tracker(Background):
                 file.seek(state["sent"])
                 for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
                     record = json.loads(line)
-                    self.tracker.log(_rename(record), step=record["step"])
+                    renamed = {TRL.get(name, name): value for name, value in record.items()}
+                    self.tracker.log(renamed, step=record["step"])
                     state |= {"sent": state["sent"] + len(line), "step": record["step"]}
             if self.open is TensorBoard:
                 self.tracker.writer.flush()

@@ -2,11 +2,9 @@
 
     python plan.py [@recipes/NAME.args ...] [train.py's flags] --nodes 8 --gpus 8 --gpu h100-80
 
-Memory. The model is built on the meta device, where tensors have shapes and no values, with two layers. A forward and a
-backward pass run while every allocation is counted. Each further layer adds as much as the second one. Formulas add
-FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors that a compiler saves.
+Memory: see memory.py.
 
-Time. FLOPs at the share of the data sheet's rate that large products reach (GPUS in base/host.py), elementwise work at
+Time: FLOPs at the share of the data sheet's rate that large products reach (GPUS in base/host.py), elementwise work at
 the memory's bandwidth, transfers where they take longer than the computation that hides them, and the optimizer's
 traffic. Times are estimated for GPUs only: the speed of a CPU varies too much to predict."""
 

@@ -10,7 +10,7 @@ Embeddings, norms, the loss head and stacked experts have no adapters. Dropout i
 (nf4.py).
 
 Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's initial variance follow PEFT
-(github.com/huggingface/peft); hf/weights.py reads PEFT's folders, and hf/weights.py writes them."""
+(github.com/huggingface/peft); hf/weights.py reads PEFT's folders and writes them."""
 
 import functools
 import math

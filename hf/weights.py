@@ -23,12 +23,7 @@ from typing import NamedTuple
 import torch
 
 from base import disk
-from base.disk import (
-    read_json,
-    read_object,
-    sample_digest,
-    write_json,
-)
+from base.disk import read_json, read_object, sample_digest, write_json
 from base.errors import UserError
 from base.host import allocate
 from base.hub import local_path
@@ -95,9 +90,6 @@ def _pieces_of(name, shape, kind, config):
     return out
 
 
-# ---- safetensors
-
-
 # ---- reading
 
 
@@ -108,13 +100,10 @@ def find_files(folder: Path) -> list[Path]:
         return [single]
     if not index.exists():
         raise UserError(
-            f"{folder} holds neither model.safetensors nor its index: `python download.py ORG/NAME` adds them. Pickles"
-            " are not loaded, because they can run code: convert them with save_pretrained of transformers"
+            f"{folder} holds neither model.safetensors nor its index. Pickles are not loaded, because they can run"
+            " code: convert them with save_pretrained of transformers"
         )
-    table = read_object(index).get("weight_map")
-    if not isinstance(table, dict):
-        raise UserError(f"{index} has no weight_map")
-    names = {*map(str, table.values())}
+    names = {*map(str, read_object(index).get("weight_map", {}).values())}
     if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
         raise UserError(f"{folder} lacks files that its index names: {sorted(missing)[:4]}")
     return [folder / name for name in sorted(names)]
@@ -184,7 +173,7 @@ def _reader(folder, plan, files, remedy=""):
     return read
 
 
-# ---- PEFT adapters
+# ---- reading PEFT adapters
 
 MERGE = ": merge the adapter with PEFT's merge_and_unload(), and give the merged folder as --weights"
 # Fields of adapter_config.json, and the values that hf/lora.py supports; others may be null, false, 0 or empty.
@@ -375,7 +364,7 @@ def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **
     export(model.config, read, Path(folder), dtype, shard_gb=shard_gb, **how)
 
 
-# ---- the model of a checkpoint
+# ---- exports of a run
 
 
 def export_trained(
@@ -410,7 +399,7 @@ def export_run(saved, run: Path, ranks: Ranks, spec: str) -> None:
         on_first_rank(lambda: export_adapter(saved.config, saved.read_weights, run / "adapter"), ranks)
 
 
-# ---- PEFT adapters
+# ---- writing PEFT adapters
 
 # The same in every adapter that we write.
 ADAPTER_CONFIG = {
