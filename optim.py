@@ -194,8 +194,9 @@ class Optimizer:
         """groups: params, weight_decay and, if it is not 1, the scale of the learning rate."""
         self.param_groups, self.config, self.compiled = groups, config, config.compile != "none"
         self.beta1, self.beta2, self.state_dtype = config.beta1, config.beta2, DTYPES[config.state_dtype]
-        self.parameters = [p for group in groups for p in group["params"]]
-        self.state = {p: self.zeros(p, self.state_names) for p in self.parameters}
+        parameters = [p for group in groups for p in group["params"]]
+        self.numbers = {p: number for number, p in enumerate(parameters, 1)}  # see rounding_seed
+        self.state = {p: self.zeros(p, self.state_names) for p in parameters}
         self.may_update = threading.Event()  # cleared while a save copies the state
         self.may_update.set()
         self.update_chunk = torch.compile(self._update_chunk, dynamic=True) if self.compiled else self._update_chunk
@@ -219,17 +220,21 @@ class Optimizer:
 
     def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
         """`step` for one group of parameters."""
+        arguments = self._arguments(group, skip) | {"inverse_divisor": 1.0 / grad_divisor}
         for p in group["params"]:
-            self.state[p]["step"].add_(1.0 - skip)
-        step = self.state[group["params"][0]]["step"]  # equal for all
-        step = step.clamp(min=1.0)  # it is 0 while every update was skipped
-        scalars, inverse_divisor = self.scalars(group, step), 1.0 / grad_divisor
-        for p in group["params"]:
-            tensors = p, p.grad, *(self.state[p][name] for name in self.state_names)
-            flat = [local(x).detach().view(-1) for x in tensors]
-            for chunk, seed in self.chunks[p]:
-                how = {"seed": seed, "step": step, "skip": skip > 0, "inverse_divisor": inverse_divisor}
-                self.update_chunk(*(x[chunk] for x in flat), **how, **scalars)
+            self._update_parameter(p, p.grad, arguments)
+
+    def _arguments(self, group: dict, skip: Tensor) -> dict[str, Tensor]:
+        """Counts an update of a group -> the arguments of _update_chunk that its parameters share."""
+        steps = [self.state[p]["step"] for p in group["params"]]  # all are equal
+        torch_private.add_to(steps, 1.0 - skip)
+        step = steps[0].clamp(min=1.0)  # it is 0 while every update was skipped
+        return {"step": step, "skip": skip > 0, **self.scalars(group, step)}
+
+    def _update_parameter(self, p: Tensor, gradient: Tensor, arguments: dict[str, Tensor]) -> None:
+        gradient = local(gradient).reshape(-1)
+        for chunk, seed, (values, *state) in self.chunks[p]:
+            self.update_chunk(values, gradient[chunk], *state, seed=seed, **arguments)
 
     def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
         """The arguments of the rule that change from step to step, as scalars on the device: a number would be compiled
@@ -238,8 +243,8 @@ class Optimizer:
         return {"lr": torch.full_like(step, lr), "decay": torch.full_like(step, 1.0 - lr * group["weight_decay"])}
 
     def rule(self, p: Tensor, gradient: Tensor, *state: Tensor, **scalars: Tensor) -> tuple[Tensor, ...]:
-        """All fp32 [n] -> new values of p and of each state."""
-        raise NotImplementedError
+        """All fp32 [n] -> new values of p and of each state. This one has no state."""
+        return (p * scalars["decay"] - scalars["lr"] * gradient,)
 
     def _update_chunk(
         self,
@@ -255,19 +260,24 @@ class Optimizer:
         """One update of a flat chunk of a parameter and of its state, in place; none if `skip`."""
         state_in_fp32 = [x.float() for x in state]
         new_p, *new_state = self.rule(p.float(), gradient.float() * inverse_divisor, *state_in_fp32, **scalars)
-        bits = random_bits(p.numel(), seed, step)
+        bits = random_bits(p.numel(), seed, step) if torch.bfloat16 in (p.dtype, *(x.dtype for x in state)) else 0
         p.copy_(torch.where(skip, p, rounded(new_p, p.dtype, bits)))
-        for name, old, new in zip(self.state_names, state, new_state, strict=True):
+        for name, old, new in zip(self.state_names, state, new_state, strict=False):
             new = rounded(new, old.dtype, bits >> 16) if name in STOCHASTIC else new.to(old.dtype)
             old.copy_(torch.where(skip, old, new))
 
     @cached_property
-    def chunks(self) -> dict[nn.Parameter, list[tuple[slice, Tensor]]]:
-        """The chunks of each parameter's flat shard that are updated at a time, each with its rounding_seed."""
+    def chunks(self) -> dict[nn.Parameter, list[tuple]]:
+        """The chunks of each parameter's flat shard that are updated at a time: the slice, its rounding_seed, and views
+        of the parameter and of its state, which take a tenth of a millisecond."""
         size, chunks = CHUNK["compiled" if self.compiled else "eager"], {}
-        for number, p in enumerate(self.parameters, 1):
-            starts = range(0, local(p).numel(), size)
-            chunks[p] = [(slice(a, a + size), rounding_seed(self.config.seed, number, p, a)) for a in starts]
+        for p, number in self.numbers.items():
+            tensors = p, *(self.state[p][name] for name in self.state_names if name in self.state[p])
+            flat = [local(x).detach().view(-1) for x in tensors]
+            chunks[p] = [
+                (slice(a, a + size), rounding_seed(self.config.seed, number, p, a), [x[a : a + size] for x in flat])
+                for a in range(0, len(flat[0]), size)
+            ]
         return chunks
 
 
@@ -331,7 +341,7 @@ class AdamW(Optimizer):
         )
 
 
-def rounding_seed(seed: int, number: int, parameter: Tensor, offset: int = 0) -> Tensor:
+def rounding_seed(seed: int, number: int, parameter: Tensor, offset: int) -> Tensor:
     """int32 [2] on the parameter's device, for random_bits: a key for the parameter of that number, and the position of
     element `offset` of this rank's shard in the whole parameter."""
     position = local_start(parameter) + offset
@@ -467,26 +477,34 @@ class Muon(AdamW):
         self.matrix_group = {"params": [*heights], "weight_decay": config.weight_decay}
         self.param_groups = [*groups, self.matrix_group]
         self.state |= {p: self.zeros(p, ("momentum_buffer",)) for p in heights}
-        self.seeds = {p: rounding_seed(config.seed, -i, p) for i, p in enumerate(heights)}  # AdamW's numbers are from 1
-        sharded = next(filter(is_sharded, heights), None)
-        self.stacks = stack_alike(heights, 1 if sharded is None else sharded.device_mesh.size())
+        self.numbers |= {p: -i for i, p in enumerate(heights)}
+        self.stacks = stack_alike(heights, dist.get_world_size() if dist.is_initialized() else 1)
 
     def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
         if group is not self.matrix_group:
             return super().update(group, grad_divisor, skip)
-        for parameters in self.stacks:
-            heights, averages = self.heights[parameters[0]], (self._average(p, grad_divisor, skip) for p in parameters)
-            for p, change in zip(parameters, self._updates(torch.stack([*averages]), heights), strict=True):
-                self._apply(p, change, skip)
+        step = self.state[group["params"][0]]["step"]
+        momentum = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - step / MOMENTUM_STEPS).clamp(min=0)
+        arguments = self._arguments(group, skip) | {"inverse_divisor": torch.ones_like(grad_divisor)}
+        for stack in self.stacks:
+            averages = (self._average(p, momentum, grad_divisor, arguments["skip"]) for p in stack)
+            updates = self._updates(torch.stack([*averages]), self.heights[stack[0]])
+            for p, change in zip(stack, updates, strict=True):
+                self._update_parameter(p, change.to(local(p).device), arguments)
 
-    def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
+    def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
+        return (Optimizer if group is self.matrix_group else AdamW).scalars(self, group, step)
+
+    def rule(self, *tensors: Tensor, **scalars: Tensor) -> tuple[Tensor, ...]:
+        """Without state for a matrix: p and its update."""
+        return (AdamW if tensors[2:] else Optimizer).rule(self, *tensors, **scalars)
+
+    def _average(self, p: Tensor, momentum: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
-        state = self.state[p]
-        gradient, buffer = local(p.grad), local(state["momentum_buffer"])
-        momentum = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
+        gradient, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
         mean = gradient.float() / grad_divisor
         average = mean.lerp(buffer.float(), momentum)
-        buffer.copy_(torch.where(skip > 0, buffer, average.to(buffer.dtype)))
+        buffer.copy_(torch.where(skip, buffer, average.to(buffer.dtype)))
         gradient.copy_(mean.lerp(average, momentum))
         return p.grad.to(self.dtype)
 
@@ -514,11 +532,3 @@ class Muon(AdamW):
             scale = 0.2 * max(matrix.shape[-2:]) ** 0.5
             updates.append((self.orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
         return torch.cat(updates, -2)
-
-    def _apply(self, p: Tensor, change: Tensor, skip: Tensor) -> None:
-        group, values, step = self.matrix_group, local(p), self.state[p]["step"]
-        step.add_(1.0 - skip)
-        new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
-        new -= group["lr"] * change.to(new.device, torch.float32)
-        bits = random_bits(new.numel(), self.seeds[p], step).view(new.shape) if p.dtype == torch.bfloat16 else None
-        values.copy_(torch.where(skip > 0, values, rounded(new, p.dtype, bits)))

@@ -14,6 +14,7 @@ _all_to_all = torch.ops._c10d_functional.all_to_all_single
 _wait = torch.ops._c10d_functional.wait_tensor
 _dump_record = getattr(_c10d, "_dump_nccl_trace", None) or _c10d._dump_fr_trace
 _foreach_norm = torch._foreach_norm
+add_to = torch._foreach_add_  # adds a number or a scalar to each tensor of a list. Waits for torch.foreach.
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # shown every operator; waits for a public name
 # The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query.
 choose_sdpa = torch._fused_sdp_choice
