@@ -19,7 +19,7 @@ import math
 import runpy
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -350,15 +350,6 @@ def converse(model: Transformer, source: Source, args: argparse.Namespace) -> No
 # ---- a file of prompts
 
 
-def load_reward(spec: str) -> Callable[[str | list[dict], str, dict], float]:
-    """The function of --reward FILE.py:NAME. The file runs in this process."""
-    file, _, name = spec.rpartition(":")
-    reward = runpy.run_path(file).get(name) if Path(file).is_file() else None
-    if reward is None:
-        raise UserError(f"--reward {spec}: expected FILE.py:NAME, where NAME is a function of FILE.py")
-    return reward
-
-
 def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
     """Makes --out, or refuses one whose answers were made with other flags."""
     settings = vars(args) | {"model": model, "crc32": zlib.crc32(str(prompts).encode())}
@@ -381,7 +372,10 @@ def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> No
         del fields["system"]  # the messages have it
         return ids, {"prompt": prompt} | fields, row
 
-    reward = load_reward(args.reward) if args.reward else None
+    file, _, name = (args.reward or "").rpartition(":")
+    reward = runpy.run_path(file).get(name) if Path(file).is_file() else None  # runs in this process
+    if args.reward and not reward:
+        raise UserError(f"--reward {args.reward}: expected FILE.py:NAME, where NAME is a function of FILE.py")
     prompts = on_every_rank(lambda: read_rows(args.prompts, "--prompts", read), ranks)
     on_first_rank(lambda: begin_answers(args, source.name, prompts), ranks)
     todo = [(n, k) for n in range(len(prompts)) for k in range(args.samples)]

@@ -74,8 +74,15 @@ def settle_inputs(config: Config) -> Config:
     if not chose_bytes:
         _refuse_forgotten(config)
     # Under torchrun a run reports its errors itself and machines may lack files; a run that continues may need none.
-    if "RANK" not in os.environ and not Path(config.out, "checkpoints").exists():
-        _refuse_missing(config)
+    if "RANK" in os.environ or Path(config.out, "checkpoints").exists():
+        return config
+    if config.tokenizer != "bytes":
+        local_path(config.tokenizer, "--tokenizer")
+    for flag in ("data", "val_data"):
+        for path, _ in map(split_weight, getattr(config, flag)):
+            local = os.path.expanduser(path)
+            if "://" not in path and not os.path.exists(local) and not glob.glob(local):
+                find_files(path, f"--{flag}")  # tells what is missing
     return config
 
 
@@ -93,14 +100,3 @@ def _refuse_forgotten(c: Config) -> None:
     for name in ("sample_every", "eval_score"):
         if getattr(c, name) and as_bytes and any(shards):
             raise UserError(f"--{name} needs the --tokenizer of these shards: name it, or leave out --{name}")
-
-
-def _refuse_missing(config: Config) -> None:
-    """Refuses folders and data that do not exist, with the messages of those who open them."""
-    if config.tokenizer != "bytes":
-        local_path(config.tokenizer, "--tokenizer")
-    for flag in ("data", "val_data"):
-        for path, _ in map(split_weight, getattr(config, flag)):
-            local = os.path.expanduser(path)
-            if "://" not in path and not os.path.exists(local) and not glob.glob(local):
-                find_files(path, f"--{flag}")

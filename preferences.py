@@ -68,20 +68,14 @@ class Objective(NamedTuple):
         )
 
 
-def answer_sums(values: Tensor, positions: Tensor, documents: int) -> Tensor:
-    """values [B, T] -> their sums over the first documents of each row, [B, documents]. A document begins where the
-    position is 0. Sums of a mask, unlike a scatter, add in the same order in every run."""
-    document = (positions == 0).cumsum(1)[:, None]  # [B, 1, T], from 1
-    number = torch.arange(1, documents + 1, device=values.device)[:, None]
-    return torch.where(document == number, values[:, None], 0).sum(2)
-
-
 def pair_sums(losses: Tensor, targets: Tensor, positions: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Losses of tokens [B, T] -> (log p, trained tokens), [B, pairs, 2] each: of the chosen and the rejected answer."""
-    shape = len(losses), pairs, 2
-    logp = -answer_sums(losses, positions, 2 * pairs).view(shape)
-    tokens = answer_sums((targets >= 0).float(), positions, 2 * pairs).view(shape)
-    return logp, tokens
+    """Losses of tokens [B, T] -> (log p, trained tokens), [B, pairs, 2] each: of the chosen and the rejected answer. A
+    document begins where the position is 0. Sums of a mask, unlike a scatter, add in the same order in every run."""
+    document = (positions == 0).cumsum(1)[:, None]  # [B, 1, T], from 1
+    number = torch.arange(1, 2 * pairs + 1, device=losses.device)[:, None]
+    values = torch.stack((-losses, (targets >= 0).float()))[:, :, None]  # [2, B, 1, T]
+    sums = torch.where(document == number, values, 0).sum(3)  # [2, B, 2 pairs]
+    return sums.view(2, -1, pairs, 2).unbind()
 
 
 def pair_losses(logp: Tensor, tokens: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:

@@ -35,15 +35,19 @@ Z = 1.96  # standard deviations of a normal distribution within which 95 % lie
 
 
 def read_questions(path: str, flag: str, source) -> list[dict]:
-    """The rows of a file in any format of --data, each with `parts`, one for each choice or for each window of a text:
-    (ids, how many of the last of them are predicted). source: a generate.Source."""
-    return read_rows(path, flag, lambda fields: _encode(fields, source))
+    """The rows of a file in any format of --data; none without a file. Each has `parts`, one for each choice or for
+    each window of a text: (ids, how many of the last of them are predicted). source: a generate.Source."""
+    return read_rows(path, flag, lambda fields: _encode(fields, source)) if path else []
 
 
 def _encode(fields: dict, source) -> dict:
     choices, answer, text = (fields.pop(name, None) for name in ("choices", "answer", "text"))
     if text and isinstance(text, str) and choices is None:
-        return {"parts": _windows(text, source), "bytes": len(text.encode())}
+        ids = [source.tokenizer.bos_id, *source.tokenizer.encode(text)]
+        ends = [*range(1, len(ids), source.context), len(ids)]
+        # Each token is predicted once, from as much of the text before it as its window holds.
+        parts = [(ids[max(0, end - source.context - 1) : end], end - begin) for begin, end in pairwise(ends)]
+        return {"parts": parts, "bytes": len(text.encode())}
     if not (isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)):
         choices = []
     answer = choices.index(answer) if answer in choices else answer
@@ -52,13 +56,6 @@ def _encode(fields: dict, source) -> dict:
     ids, prompt = source.read_prompt(fields)
     parts = [_choice(ids, prompt, choice, source) for choice in choices]
     return {"parts": parts, "answer": answer, "lengths": [*map(len, choices)]}
-
-
-def _windows(text: str, source) -> list[tuple[list[int], int]]:
-    """Each token is predicted once, from as much of the text before it as its window holds."""
-    ids, context = [source.tokenizer.bos_id, *source.tokenizer.encode(text)], source.context
-    ends = [*range(1, len(ids), context), len(ids)]
-    return [(ids[max(0, end - context - 1) : end], end - begin) for begin, end in pairwise(ends)]
 
 
 def _choice(ids: list[int], prompt: str | list[dict], choice: str, source) -> tuple[list[int], int]:
@@ -127,16 +124,14 @@ def _judge(row: dict, scores: list[float]) -> dict:
 
 def summarize(results: list[dict]) -> dict[str, float]:
     """The means of acc and acc_norm over the rows with choices, and the figures of all texts together."""
-
-    def total(name: str) -> float:
-        return sum(result.get(name, 0) for result in results)
-
-    figures, count, tokens = {}, sum("acc" in result for result in results), total("tokens")
+    names = "acc", "acc_norm", "nats", "tokens", "bytes"
+    acc, acc_norm, nats, tokens, size = (sum(result.get(name, 0) for result in results) for name in names)
+    figures, count = {}, sum("acc" in result for result in results)
     if count:
-        figures = {"acc": total("acc") / count, "acc_norm": total("acc_norm") / count}
+        figures = {"acc": acc / count, "acc_norm": acc_norm / count}
     if tokens:
-        mean, bits = total("nats") / tokens, total("nats") / math.log(2)
-        figures |= {"nats_per_token": mean, "bits_per_byte": bits / total("bytes"), "perplexity": math.exp(mean)}
+        mean, bits = nats / tokens, nats / math.log(2)
+        figures |= {"nats_per_token": mean, "bits_per_byte": bits / size, "perplexity": math.exp(mean)}
     return figures
 
 
