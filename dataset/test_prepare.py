@@ -428,26 +428,3 @@ def test_the_key_of_a_cache_has_the_field_that_is_used(tmp_path):
         files = [TextFile(entry, 5, "version", None, fields.get(entry, "")) for entry in entries]
         keys.append(prepare.key_of(files, Encoder.of(config)))
     assert keys[0] == keys[1] and len({*keys}) == 4
-
-
-def test_the_first_touch_of_an_address_is_repeated(tmp_path, monkeypatch):
-    """The listing, the look for conversations, and downloads, like every later row."""
-    monkeypatch.setattr("base.disk.WAITS", (0, 0))
-    MemoryFileSystem().pipe("/cut/a.jsonl", jsonl(ROWS))
-    MemoryFileSystem().pipe("/cut/b.jsonl", (chat(TALK) + b"\n") * 30)
-    for name in ("a", "b"):
-        for method in ("info", "open", "get_file"):
-            works, failures = getattr(MemoryFileSystem, method), [1, 1]
-
-            def cut(self, *args, works=works, failures=failures, **kwargs):
-                if failures:
-                    failures.pop()
-                    raise ConnectionResetError("cut")
-                return works(self, *args, **kwargs)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(MemoryFileSystem, method, cut)
-                words = f"--seq_len 64 --lanes 1 --eval_every 0 --micro_batch 1 --data memory://cut/{name}.jsonl"
-                config = settled_args([*words.split(), "--cache", str(tmp_path / method)])
-                next(iter(data.make_loader(config)))
-            assert not failures or (name, method) == ("a", "get_file")

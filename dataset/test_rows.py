@@ -41,7 +41,7 @@ from inputs import settled_args
 from test_download import COMMITS, TOKEN, serve
 
 T = 16
-pytestmark = pytest.mark.usefixtures("text_cache")
+pytestmark = pytest.mark.usefixtures("text_cache", "empty_memory")
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,9 @@ def test_reads_wait_for_a_disk_that_fails(tmp_path, monkeypatch, kind):
     prepare_folder(find_files(data, ""), Encoder("bytes"), shards)
     if kind == "bare":
         (shards / "index.json").unlink()
-    data = {"prepared": shards, "bare": shards, "file://": f"file://{data}"}.get(kind, data)
+    for path in (tmp_path / "disk/text").iterdir():
+        MemoryFileSystem().pipe(f"/{path.name}", path.read_bytes())
+    data = {"prepared": shards, "bare": shards, "store": "memory://part.*.json.gz"}.get(kind, data)
     c, begun = config(data, stream="on" if kind == "stream" else "off", lanes=0), 0
     disk = Disk(tmp_path / "disk", monkeypatch)
 
