@@ -398,16 +398,6 @@ def test_a_size_of_data_that_is_no_number_is_refused(hub, size):
         find_files("hf://datasets/org/data/en/*val*", "--data")
 
 
-def test_a_full_disk(hub, mount, monkeypatch, capfd):
-    """A real one: the model has 2.1 MB."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(mount("1m") / "hub"))
-    assert main("org/model") == 1
-    output = capfd.readouterr().err
-    assert output.count("error: the disk is full") == 1 and "Traceback" not in output
-    with pytest.raises(UserError, match="continue the download with: python download.py org/model$|no download of it"):
-        local_path("org/model", "--weights")
-
-
 # ---- refusals
 
 

@@ -431,7 +431,7 @@ def family(config: ModelConfig) -> str:
         with contextlib.suppress(ValueError):
             if _read(_write(config, kind)) == config:
                 return kind
-    raise UserError(f"This model has no Hugging Face form: no family in hf/families.py has its shape, {config}")
+    raise UserError(f"no family in hf/families.py has the shape of this model: {config}")
 
 
 # ---- reading
@@ -513,11 +513,11 @@ def _read_rope(given, row):
     if row.two_ropes:
         rope = top | (new.get(FULL) or old)
         near = plain | {"rope_theta": local or plain["rope_theta"]} | new.get(SLIDING, {})
-    if near not in (rope, plain | {"rope_theta": (near if local else rope)["rope_theta"]}):
-        raise ValueError(f"rope_parameters is {new!r}: not implemented")
+    is_near = near in (rope, plain | {"rope_theta": (near if local else rope)["rope_theta"]})
     kind, scaling = rope.get("type") or rope["rope_type"], None
-    if kind != "default" and not (row.scales and str(kind) in ROPE_KEYS):
-        raise ValueError(f"rope_scaling of type {kind} is not implemented")
+    is_known = kind == "default" or row.scales and str(kind) in ROPE_KEYS
+    if not (is_near and is_known):
+        raise ValueError(f"rope_parameters of type {kind} are not implemented: {new or old!r:.99}")
     _refuse_keys(rope, READ_IN_ROPE)
     if kind != "default":
         numbers = {}

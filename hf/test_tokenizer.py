@@ -152,18 +152,12 @@ MODELS = {
     "llama2": {},
     "control": {"control_symbols": ["[INST]", "[/INST]"]},
     "gemma": {
-        "add_dummy_prefix": False,
-        "pad_id": 0,
-        "eos_id": 1,
-        "bos_id": 2,
-        "unk_id": 3,
-        "pad_piece": "<pad>",
-        "eos_piece": "<eos>",
-        "bos_piece": "<bos>",
+        "add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "pad_piece": "<pad>",
+        "eos_piece": "<eos>", "bos_piece": "<bos>",
         "user_defined_symbols": ["<start_of_turn>", "<end_of_turn>", "\n\n"],
     },
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
-}
+}  # fmt: skip
 
 
 @cache

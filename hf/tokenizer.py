@@ -172,8 +172,8 @@ def begins_with_bos(tokenizer: Tokenizer, file: Path | None = None) -> bool:
     ids, trained = backend.encode(PLAIN_TEXT).ids, tokenizer.encode(PLAIN_TEXT)
     if ids not in (trained, [tokenizer.bos_id, *trained]):
         raise UserError(
-            f"tokenizer.json: a text has the ids {ids[:3]} ... {ids[-2:]}, but training begins it with one BOS"
-            f" ({tokenizer.bos_id}) and adds nothing: change its post_processor"
+            f"tokenizer.json: a text has the ids {ids[:3]} ... {ids[-2:]}, expected nothing besides one BOS: change its"
+            " post_processor"
         )
     return ids != trained
 

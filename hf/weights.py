@@ -443,10 +443,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
         settings.pop("add_bos_token", None)  # transformers 5 would obey it, and 4 the tokenizer.json
         if not begins_with_bos(tokenizer, folder / "tokenizer.json") and not chat_format:
-            logger.warning(
-                "Texts began with BOS in training, but other programs will not add it: give them"
-                f" {tokenizer.names['bos_token']} and the text"
-            )
+            bos = tokenizer.names["bos_token"]
+            logger.warning(f"Texts began with {bos} in training, and other programs will not add it: write it")
     else:
         settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
         if not tokenizer.is_llama:
