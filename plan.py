@@ -50,6 +50,7 @@ NARROW = 200  # columns: matrices of this width reach half of the rate of very w
 ATTENTION = 0.6  # of the rate of large products
 HIDDEN = 0.9  # of the computation can overlap with transfers
 RELIABLE = 50_000  # hours of a GPU between failures: 419 in 54 days on 16,384 H100 (Llama 3's paper, section 3.3.4)
+IN_FOUR_BITS = "With --quantize nf4 each GPU holds the whole base, in four bits: use larger GPUs or a smaller base."
 HOST_BANDWIDTH = 350e9  # bytes per second of a node's memory, for updates on the CPU
 
 
@@ -185,7 +186,8 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
     plan = predict(config, cluster_here(ranks), least=True)
     for place, room in plan.lacking().items():
         needed = gib(plan.bytes[place])
-        raise UserError(f"Each {place} needs more than {needed} and has {room:.1f} GiB. {MEMORY_ADVICE}")
+        advice = IN_FOUR_BITS if config.quantize == "nf4" else MEMORY_ADVICE
+        raise UserError(f"Each {place} needs more than {needed} and has {room:.1f} GiB. {advice}")
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:
         log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
@@ -303,7 +305,8 @@ def advice(argv: list[str], plan: Plan) -> str:
         without = attempt(fewer)
         if without and not without.lacking():
             chosen, best = fewer, without
-    verdict = "No flags make it fit" if best.lacking() else "The cheapest flags that make it fit"
+    verdict = f"{IN_FOUR_BITS}\n" * (plan.config.quantize == "nf4")
+    verdict += "No flags make it fit" if best.lacking() else "The cheapest flags that make it fit"
     return f"{verdict}: with `{' '.join(chosen)}` each {place} needs {best.needs(place):,.1f} of {room:,.1f} GiB"
 
 

@@ -37,7 +37,7 @@ from attention import WHOLE, RowPart
 from base import disk, torch_private
 from base.disk import read_ahead
 from base.errors import UserError
-from base.ranks import ALONE, Ranks, on_first_rank
+from base.ranks import ALONE, Ranks, fill_in_turn, on_first_rank
 from base.tensors import local, shard_slices, sharding
 
 logger = logging.getLogger("flatland")
@@ -342,20 +342,16 @@ def fill_parameters(
 ) -> None:
     """Gives every parameter, or every frozen one, its values: read(name, slices) returns a part of them, on the CPU, in
     any dtype. direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and the others get theirs
-    from it. Weights in NF4, which every rank holds, are quantized. All ranks must call."""
+    from it. Weights in NF4, which every rank holds, are read and quantized once, and sent. All ranks must call."""
     named = [(name, p) for name, p in model.named_parameters() if not (only_frozen and p.requires_grad)]
     sends = load == "rank0" and ranks.world_size > 1
     if named:
         fill_tensors(named, read, ranks if sends else None)
-    for name, layer in nf4.four_bit_layers(model).items():
-        fill = partial(_fill_nf4, layer, f"{name}.weight", read)
-        if not sends:
-            fill()
-            continue
-        on_first_rank(fill, ranks)
-        for buffer in layer.buffers():
-            dist.broadcast(buffer, 0)
-            disk.advance()
+    quantized = [
+        (partial(_fill_nf4, layer, f"{name}.weight", read), [*layer.buffers()])
+        for name, layer in nf4.four_bit_layers(model).items()
+    ]
+    fill_in_turn(quantized, 1 if sends else ranks.world_size, ranks)
 
 
 @torch.no_grad()

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 
 import nf4
+from base.ranks import ALONE, gather, init_ranks
 from hf import lora
 from hf.weights import export, export_model, load_model, open_adapter, open_weights
 from inputs import settled_args
 from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters, set_dtypes
-from test_shard import fill
+from test_shard import fill, run_ranks
 from test_train import FAST, train, values
 
 TOKENS = torch.randint(0, 258, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -126,6 +127,30 @@ def test_a_quantized_gemma_with_adapters_has_transformers_logits(tmp_path):
     export(shape, lora.merge(restored, adapters, config), tmp_path / "merged", torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(TOKENS).logits
     assert torch.allclose(model.logits(TOKENS), theirs, rtol=0, atol=1e-4)
+
+
+def quantize_in_turn() -> None:
+    ranks, values, names = init_ranks(), torch.Generator().manual_seed(0), []
+    weights = {name: torch.randn(p.shape, generator=values) for name, p in Transformer(BASE).named_parameters()}
+    config, buffers = settled_args(["--model=tiny-llama", "--ffn_dim=192", "--lora=2", "--quantize=nf4"]), []
+
+    def read(name, slices):
+        names.append(name)
+        return weights.get(name, torch.zeros(999, 999))[slices]
+
+    for among in ALONE, ranks:
+        model, names = Transformer(BASE), []
+        lora.add_adapters(model, config)
+        fill_parameters(model, read, "direct", among)
+        buffers.append(dict(model.named_buffers()))
+    assert all(torch.equal(buffers[0][name], values) for name, values in buffers[1].items()) and buffers[0]
+    read_by_each = gather([name for name in names if "proj.weight" in name], ranks)
+    assert sorted(sum(read_by_each, [])) == sorted(name for name in weights if "proj.weight" in name), read_by_each
+    assert max(map(len, read_by_each)) - min(map(len, read_by_each)) <= 1
+
+
+def test_each_weight_is_read_and_quantized_by_one_rank():
+    run_ranks(3, quantize_in_turn)
 
 
 def test_runs_agree_on_any_ranks_and_resume_bit_equal(base, tmp_path, text):

@@ -23,7 +23,7 @@ import shard
 import train
 from base import host
 from base.disk import ROOT
-from base.errors import exit_status
+from base.errors import UserError, exit_status
 from base.ranks import ALONE, Ranks
 from base.tensors import PINNED, local
 from config import parse_args
@@ -207,6 +207,15 @@ def test_pairs_need_the_time_of_their_reference_and_of_logits_twice(capsys):
     assert [len(re.findall("\n  reference: ", answer(capsys, f"{words} {dpo}")[1])) for dpo in (
         "", "--dpo ipo", "--dpo simpo --dpo_beta 2"
     )] == [0, 1, 0]  # fmt: skip
+
+
+def test_a_base_in_four_bits_that_no_gpu_can_hold_is_refused(capsys, monkeypatch):
+    """By plan.py, and by a start before anything is allocated."""
+    words, whole = "--model llama3.1-405b --lora 16 --quantize nf4", "With --quantize nf4 each GPU holds the whole base"
+    assert f"\n{whole}, in four bits: use larger GPUs" in answer(capsys, f"{words} --nodes 8 --gpus 8")[1]
+    monkeypatch.setattr(plan, "cluster_here", lambda _: plan.Cluster(8, 8, H100, host_gib=2048))
+    with pytest.raises(UserError, match=f"Each GPU needs more than 2.* has 79.1 GiB. {whole}"):
+        plan.refuse_without_room(parse_args([*words.split(), "--dtype=bf16"]), Ranks(0, 64, torch.device("cpu")))
 
 
 def test_saves_need_a_copy_of_the_state_and_on_a_gpu_pinned_memory():

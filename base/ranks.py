@@ -5,6 +5,7 @@ on_every_rank       every rank      each rank its own result
 on_first_rank       rank 0          all ranks its result
 gather              -               all ranks one object of each
 sum_over_ranks      -               all ranks the sums of tensors, and a few numbers of each
+fill_in_turn        several ranks   all ranks the tensors that one of them has filled
 
 An error in work is raised on all ranks."""
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from base.disk import advance
 from base.errors import Failure, UserError, describe_error
 from base.host import find_device
 
@@ -139,3 +141,18 @@ def sum_over_ranks(tensors: list[Tensor], values: list[float], ranks: Ranks) -> 
     pieces = flat.cpu().split([part.numel() for part in parts])
     table, *sums = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
     return sums, table.tolist()
+
+
+def fill_in_turn(work: list[tuple[Callable, list[Tensor]]], owners: int, ranks: Ranks) -> None:
+    """work: functions and the tensors that each of them fills. The first `owners` ranks take turns in running them, and
+    send the tensors to all ranks. All ranks must call."""
+
+    def fill() -> None:
+        for run, _ in work[ranks.rank :: owners] if ranks.rank < owners else ():
+            run()
+
+    on_every_rank(fill, ranks)
+    for i, (_, tensors) in enumerate(work if ranks.world_size > 1 else ()):
+        for tensor in tensors:
+            dist.broadcast(tensor, i % owners)
+            advance()
