@@ -90,7 +90,7 @@ from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
 from checkpoint import newest
 from config import Config
 from dataset.prepare import knows_text, read_rows, warn_once
-from hf.chat import chat_template, find_messages, render_chat, take_prompt
+from hf.chat import PROMPTS, chat_template, find_messages, render_chat, take_prompt
 from hf.families import read_config
 from hf.tokenizer import load_tokenizer
 from hf.weights import Read, empty_model, open_trained, open_weights
@@ -369,8 +369,9 @@ def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> No
         """-> (the ids of the prompt, the fields with `prompt` in one form, the row)"""
         fields = {"system": args.system} | row
         ids, prompt = source.read_prompt(fields, args.chat)
-        del fields["system"]  # the messages have it
-        return ids, {"prompt": prompt} | fields, row
+        # The messages have `system`. Training would read another form of the prompt before the new answer.
+        others = {name: value for name, value in fields.items() if name not in (*PROMPTS, "system")}
+        return ids, {"prompt": prompt} | json.loads(json.dumps(others, default=str)), row  # .parquet has dates
 
     file, _, name = (args.reward or "").rpartition(":")
     reward = runpy.run_path(file).get(name) if Path(file).is_file() else None  # runs in this process

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from random import Random, getstate
@@ -22,6 +23,7 @@ import checkpoint
 from base.disk import read_json
 from base.errors import Message, UserError
 from data import make_loader
+from dataset.files import READERS
 from dataset.prepare import warn_once, write_shard
 from generate import Text, choose_token, main, open_source, sample
 from hf.test_tokenizer import _json, _model
@@ -412,7 +414,7 @@ def undefined(prompt, answer, row):
     return float("nan")
 """
 ASKED = [
-    {"prompt": "The function returns", "id": "first", "answer": 7},
+    {"prompt": "The function returns", "id": "first", "answer": 7, "messages": [{"role": "user", "content": ""}]},
     {"messages": [{"role": "user", "content": "One"}]},
     {"prompt": "A naïve 日本語 list of many words"},
     {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "One"},
@@ -444,7 +446,7 @@ def test_answers_to_a_file_are_those_to_single_prompts(hub, tmp_path):
         else:
             expected += answers(hub, ("One",), "Be brief." if "id" in row else None)
     found = ask(tmp_path, ASKED, "--run", folder, *GREEDY, "--batch", 4)
-    assert [row["completion"] for row in found] == expected
+    assert [row["completion"] for row in found] == expected and "messages" not in found[0]
     assert [(row.get("id"), row.get("answer"), row["sample"]) for row in found] == [
         ("first", 7, 0), (None, None, 0), (None, None, 0), (4, None, 0), (None, None, 0)]  # fmt: skip
     assert found[3]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"}]
@@ -483,6 +485,13 @@ def test_neither_a_kill_nor_other_batches_change_the_answers(tmp_path, monkeypat
     assert {row["completion"] for row in ask(tmp_path, rows, *words, "--seed", 1)}.isdisjoint(
         row["completion"] for row in whole
     )
+
+
+def test_rows_may_hold_dates(tmp_path, monkeypatch):
+    save_run(tmp_path / "run")
+    row = {"prompt": "x", "at": datetime(2024, 5, 6)}
+    monkeypatch.setitem(READERS, ".jsonl", lambda stream: [row])  # as .parquet has them
+    assert ask(tmp_path, [row["prompt"]], "--run", tmp_path / "run", "--tokens", 1)[0]["at"] == "2024-05-06 00:00:00"
 
 
 @pytest.mark.slow  # two processes
