@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memory
@@ -38,11 +39,11 @@ H100 = plan.GPUS["h100-80"]
 @pytest.fixture(params=[1, 64])
 def fake_ranks(request):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    _clear_sharding_prop_cache()  # else DTensor finds an equal mesh of an earlier test, whose groups have ended
     yield Ranks(0, request.param, torch.device("cpu"))
     dist.destroy_process_group()
 
 
-# This test comes first: DTensor caches a mesh whose groups have ended.
 class Received(memory._Live):
     """Counts the bytes of existing tensors, and the bytes that come from other ranks."""
 
