@@ -163,14 +163,19 @@ def open_inputs(config: Config, resume_from, ranks: Ranks):
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
-    tokenizer, shape = load_tokenizer(config.tokenizer), config.model_config
-    source = Source("", shape, None, None, tokenizer, config.trained_length(shape), True, ())
-    questions = on_every_rank(lambda: score.read_questions(config.eval_score, "--eval_score", source), ranks)
+    questions = on_every_rank(lambda: read_questions(config), ranks) if config.eval_score else []
     has = {"none": True, "val_loss": val_data, "score_acc": any("answer" in row for row in questions)}
     if not has[config.keep_best]:
         raise UserError(f"--keep_best {config.keep_best}: there is no validation data, or no row has choices")
     read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
     return data, val_data, questions, read_weights
+
+
+def read_questions(config: Config) -> list[dict]:
+    """The rows of --eval_score, encoded as the run's texts."""
+    tokenizer, shape = load_tokenizer(config.tokenizer), config.model_config
+    source = Source("", shape, None, None, tokenizer, config.trained_length(shape), True, ())
+    return score.read_questions(config.eval_score, "--eval_score", source)
 
 
 def open_initial_weights(config: Config, resumes: bool, rank: int = 0):

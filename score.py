@@ -35,9 +35,9 @@ Z = 1.96  # standard deviations of a normal distribution within which 95 % lie
 
 
 def read_questions(path: str, flag: str, source) -> list[dict]:
-    """The rows of a file in any format of --data; none without a file. Each has `parts`, one for each choice or for
-    each window of a text: (ids, how many of the last of them are predicted). source: a generate.Source."""
-    return read_rows(path, flag, lambda fields: _encode(fields, source)) if path else []
+    """The rows of a file in any format of --data, each with `parts`, one for each choice or for each window of a text:
+    (ids, how many of the last of them are predicted). source: a generate.Source."""
+    return read_rows(path, flag, lambda fields: _encode(fields, source))
 
 
 def _encode(fields: dict, source) -> dict:
