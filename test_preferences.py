@@ -204,23 +204,17 @@ def test_a_resume_is_exact_and_refuses_a_lost_reference(tmp_path, pairs_file, ca
 
 
 @pytest.mark.parametrize("changed", ["data", "template"])
-def test_a_resume_with_other_pairs_or_another_rendering_is_refused(tmp_path, pairs_file, capsys, changed):
+def test_a_resume_with_other_pairs_or_another_rendering_is_refused(tmp_path, pairs_file, changed):
     data, base = tmp_path / "data.jsonl", tmp_path / "base"
     shutil.copyfile(pairs_file, data)
     export_model(fill(Transformer(MODELS["tiny-llama"])), base, tokenizer=load_tokenizer("bytes"), chat_format="llama")
-    flags = "--micro_batch=4", "--save_every=2", "--steps=3", "--weights", base, "--tokenizer", base, "--eval_every=0"
-    run_of(tmp_path / "run", data, *flags)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
-    path, old, new = {
-        "data": (data, "Say 7", "Say 8"),
-        "template": (base / "chat_template.jinja", "[INST]", "[TELL]"),
-    }[changed]
-    assert old in path.read_text()
+    words = [*FAST.split(), "--data", str(data), "--tokenizer", str(base)]
+    state = make_loader(settled_args(words)).state_dict()
+    changes = {"data": (data, "Say 7", "Say 8"), "template": (base / "chat_template.jinja", "[INST]", "[TELL]")}
+    path, old, new = changes[changed]
     path.write_text(path.read_text().replace(old, new))
     load_tokenizer.cache_clear()  # as in another process
-    words = [*FAST.split(), "--data", data, "--out", tmp_path / "run", *flags]
-    assert exit_status(train_main, [*map(str, words)]) == 2
-    assert "was trained on other data" in capsys.readouterr().err
+    assert "was trained on other data" in refused(make_loader(settled_args(words)).load_state_dict, state)
 
 
 def test_the_reference_of_an_adapter_is_where_it_starts(tmp_path, pairs_file):
