@@ -44,7 +44,7 @@ from preferences import FIGURES
 from shard import mesh_shape
 
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
-TRACKERS = 60  # seconds that the end of a run waits for a tracker, twice
+TRACKERS = 60  # seconds that the end of a run waits for a tracker
 LINE = (  # of a record on the screen, which other programs parse
     "Batch {step} Loss: {loss:.5f}, Speed: {samples_per_s:.2f} samples/sec, lr: {lr:.6f}, {tok_per_s:.0f} tok/s,"
     " mfu {mfu:.1%}, grad norm {grad_norm:.3f}, mem {mem_gib:.2f} GiB"
@@ -254,7 +254,7 @@ class Log:
             self.samples.write(f"--- step {step}\n{values['sample']}\n")
             self.samples.flush()
         self.status.work = partial(self.run.write_status, "running", step)
-        self.status.start()
+        self.status.start(0.0)
         for tracker in self.trackers:
             tracker.start(0.0)
 

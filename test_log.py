@@ -250,6 +250,18 @@ def test_what_a_disk_refuses_is_written_later_and_once(tmp_path, monkeypatch, ca
     assert caplog.text.count("a fails and is tried again; the run continues: OSError") == 1
 
 
+def test_what_is_asked_for_while_work_is_done_is_done_after_it():
+    goes_on, done = threading.Event(), []
+    work = background.Background("work", lambda: (done.append(len(done)), goes_on.wait(60)))
+    work.start(0.0)
+    wait_until(lambda: done)
+    for _ in range(3):
+        work.start(99)  # does not wait
+    goes_on.set()
+    work.finish(60)
+    assert done in ([0, 1], [0, 1, 2])
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
     disk.write_whole(tmp_path / "a", "old content")

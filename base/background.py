@@ -10,7 +10,7 @@ from pathlib import Path
 
 KEPT = 10_000  # texts of a file that wait in memory
 PAUSES = 1, 5, 15, 30  # seconds before each further try; the last one repeats
-SOON = 1.0  # seconds to wait for a healthy disk, so that what is recorded before a save is on disk before it
+SOON = 1.0  # seconds to wait for a healthy disk: records reach it before the save that follows them
 logger = logging.getLogger("flatland")
 
 
@@ -19,36 +19,38 @@ class Background:
 
     def __init__(self, name: str, work: Callable[[], object]):
         self.name, self.work = name, work
-        self.thread, self.fails = threading.Thread(), False
+        self.thread, self.turn = threading.Thread(), threading.Lock()
+        self.waits = False  # whether a thread has not begun, which will do all that there is to do
 
     def start(self, patience: float = SOON) -> None:
-        """Does the work, unless it is still being done. Waits at most `patience` seconds, and not for work that
-        fails."""
-        if not self.thread.is_alive():
+        """Does the work, once more if it is being done. Then it does not wait, else at most `patience` seconds."""
+        is_busy = self.turn.locked()
+        if not self.waits:
+            self.waits = True
             self.thread = threading.Thread(target=self._try, daemon=True, name=self.name)
             self.thread.start()
-        if not self.fails:
+        if not is_busy:
             self.thread.join(patience)
 
     def finish(self, patience: float) -> None:
-        """Does the work a last time. Waits up to twice `patience` seconds, also for work that fails."""
-        if self.thread.is_alive():
-            self.thread.join(patience)
-        self.start(patience)
+        """Does the work a last time. Waits up to `patience` seconds, also for work that fails."""
+        self.start(0.0)
+        self.thread.join(patience)
         if self.thread.is_alive():
             logger.warning(f"{self.name} does not end: what is left of it is lost")
 
     def _try(self) -> None:
-        for pause in chain(PAUSES, repeat(PAUSES[-1])):
-            try:
-                self.work()
-                self.fails = False
-                return
-            except Exception as e:
-                if not self.fails:
-                    self.fails = True
-                    logger.warning(f"{self.name} fails and is tried again; the run continues: {type(e).__name__}: {e}")
-            time.sleep(pause)
+        with self.turn:
+            self.waits = failed = False
+            for pause in chain(PAUSES, repeat(PAUSES[-1])):
+                try:
+                    return self.work()
+                except Exception as e:
+                    what = f"{type(e).__name__}: {e}"
+                if not failed:
+                    logger.warning(f"{self.name} fails and is tried again; the run continues: {what}")
+                failed = True
+                time.sleep(pause)
 
 
 class Appender(Background):

@@ -141,8 +141,8 @@ class _PrefixEveryLine(logging.Formatter):
 
 
 def start_logging(folder: Path | None, on_screen: bool = True) -> None:
-    """Sends messages to log.txt in the folder and to the screen (with a prefix if it is not a terminal). None: this
-    rank is silent."""
+    """Sends messages to the screen (with a prefix if it is not a terminal), and to log.txt in the folder by the last
+    handler. None: this rank is silent."""
     logger.propagate = logging.raiseExceptions = False
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
     logger.handlers = []

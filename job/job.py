@@ -34,7 +34,7 @@ from base.ranks import Ranks, on_every_rank, on_first_rank
 from job.watchdog import Watchdog
 
 ANSWER = 20.0  # seconds that a stopping rank waits for others
-LAST = 150  # seconds that the end of a run waits for a failing disk, twice
+LAST = 150  # seconds that the end of a run waits for a disk that fails or hangs, for each file
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 PATIENCE = 40.0  # seconds that a job waits for a lock that is being renewed
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
@@ -190,8 +190,13 @@ class Run:
             self.write_status(state, step, message)
             (self.folder / "logs" / "stop").unlink(missing_ok=True)
 
+        def finish() -> None:
+            Background("status.json", record).finish(LAST)
+            if (log := logger.handlers[-1].stream).waiting:
+                log.finish(LAST)
+
         with self.phase("end"):
-            on_first_rank(lambda: Background("status.json", record).finish(LAST), self.ranks)
+            on_first_rank(finish, self.ranks)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
@@ -222,7 +227,7 @@ class Run:
             _, state, message = first or mine
             with contextlib.suppress(OSError):  # the disk is full, or the folder is gone
                 self.write_status(state, self.clock.step, message)
-                start_logging(self.folder, on_screen=False)  # there it is `error: ...`
+                logger.handlers = logger.handlers[-1:]  # log.txt: on the screen it is `error: ...`
                 logger.error(message)
         if self.ranks.world_size > 1 and state != "stopped":
             time.sleep(2)  # torchrun ends all ranks when one exits: the others also have to report

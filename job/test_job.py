@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from base import disk
+from base import background, disk
 from base.disk import read_json
 from base.errors import FOLLOWED, UserError, exit_status
 from base.ranks import ALONE, Ranks, init_ranks, leave
@@ -286,8 +286,7 @@ def test_the_first_error_is_in_status_json_and_log_txt_and_each_in_its_error_jso
     monkeypatch.setattr(guard.time, "sleep", lambda _: None)
     store = dist.HashStore()
     runs = [guard.Run(tmp_path, Ranks(rank, 3, ALONE.device, store=store)) for rank in range(3)]
-    runs[0].began, runs[0].clock.step = True, 7
-    runs[0].write_status("running", 7)
+    runs[0].begin(7)
     message = "the first\nhas two lines"
     for rank, text in ((1, message), (2, message), (0, "a connection was reset")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
@@ -316,6 +315,22 @@ def test_an_error_before_the_run_names_its_rank_and_counts_more_than_a_lost_conn
     written = read_json(tmp_path / "error.json")
     assert written["order"] == order
     assert written["message"].startswith(f"rank 1 on {platform.node()}: ")
+
+
+def test_the_end_of_a_run_waits_for_a_disk_that_refuses_log_txt(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "PAUSES", (0.01,))
+    refusals = [OSError(errno.ESTALE, "Stale file handle")] * 9
+
+    def refuse(*how):
+        if refusals:
+            raise refusals.pop()
+        return open(*how)
+
+    monkeypatch.setattr(background, "open", refuse, raising=False)
+    run = guard.Run(tmp_path, ALONE)
+    run.begin(7)
+    run.end("finished", 7)
+    assert "Time taken: " in (tmp_path / "log.txt").read_text()
 
 
 def test_a_stale_lock_does_not_make_a_folder_shared(tmp_path, monkeypatch):
