@@ -10,6 +10,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -97,17 +98,13 @@ class _Live(torch_private.DispatchMode):
         return out
 
 
-class _WithKernels(TorchFunctionMode):
-    """A module's forward pass with some functions of torch replaced by others with the same arguments. Each module has
-    one, because torch leaves a mode during a backward pass, where checkpoints compute again."""
+class _Kernels(TorchFunctionMode, ContextDecorator):
+    """Decorates a module's forward pass: some functions of torch are replaced by others with the same arguments. Each
+    module has one, because torch leaves a mode during a backward pass, where checkpoints compute again."""
 
-    def __init__(self, forward: Callable, replacements: dict[Callable, Callable]):
+    def __init__(self, replacements: dict[Callable, Callable]):
         super().__init__()
-        self.forward, self.replacements = forward, replacements
-
-    def __call__(self, *args):
-        with self:
-            return self.forward(*args)
+        self.replacements = replacements
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return self.replacements.get(function, function)(*args, **(kwargs or {}))
@@ -145,7 +142,7 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     rows = _tokens(config) * model.config.top_k  # of all experts
     even_parts = {Tensor.tolist: lambda sizes: [len(range(i, rows, len(sizes))) for i in range(len(sizes))]}
     for module in (*model.layers, model.norm, model.lm_head):
-        module.forward = _WithKernels(module.forward, KERNELS | even_parts)
+        module.forward = _Kernels(KERNELS | even_parts)(module.forward)
     if (size := config.context_parallel) > 1:
         shard.share_rows(model, SimpleNamespace(group_name="", rank=lambda: 0, size=lambda: size))
     mode = config.checkpointing
@@ -238,7 +235,7 @@ class Kept(NamedTuple):
 def kept(config: Config, shards: int) -> list[Kept]:
     """One row for each parameter. FSDP2 cuts a parameter into shards of equal size; the last may be short. For experts
     see shard.sharded_dim."""
-    model, rows = _one_block(config), []
+    model, rows = lora.meta_model(_with_blocks(config, 1)), []
     by_muon = matrices(model) if config.optimizer == "muon" else {}
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
@@ -249,10 +246,6 @@ def kept(config: Config, shards: int) -> list[Kept]:
         row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
     return rows
-
-
-def _one_block(config: Config) -> Transformer:
-    return lora.meta_model(_with_blocks(config, 1))
 
 
 def elements(config: Config, shards: int) -> tuple[int, int]:
@@ -266,7 +259,8 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     torch rounds tensors up to a power of two."""
     rows = kept(config, shards)
     sizes = [(1 << (row.size - 1).bit_length() if pinned else row.size, row.trains) for row in rows]
-    in_four_bits = sum(b.nbytes for b in _one_block(config).buffers()) * config.model_config.n_layers  # see nf4.py
+    block = lora.meta_model(_with_blocks(config, 1))
+    in_four_bits = sum(b.nbytes for b in block.buffers()) * config.model_config.n_layers  # see nf4.py
     return {
         "parameters": sum(size for size, _ in sizes) + in_four_bits,
         "gradients": sum(size for size, trains in sizes if trains),

@@ -227,15 +227,14 @@ def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
 # ---- the report
 
 
-def largest(parts: dict[str, float]) -> list[str]:
-    """The names of the three largest parts."""
-    return sorted(parts, key=parts.get, reverse=True)[:3]
+def largest(parts: dict[str, float], text: str, unit: float) -> str:
+    """The three largest parts."""
+    return ", ".join(f"{name} {parts[name] / unit:{text}}" for name in sorted(parts, key=parts.get, reverse=True)[:3])
 
 
 def gib(parts: dict[str, int]) -> str:
     """The sum of the parts in GiB, and the largest parts."""
-    shown = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest(parts))
-    return f"{sum(parts.values()) / GIB:.1f} GiB ({shown})"
+    return f"{sum(parts.values()) / GIB:.1f} GiB ({largest(parts, '.1f', GIB)})"
 
 
 def summary(plan: Plan) -> str:
@@ -254,7 +253,7 @@ def summary(plan: Plan) -> str:
     if not needs:
         rate = config.batch_tokens / plan.seconds / cluster.ranks
         mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
-        times = ", ".join(f"{name} {plan.times[name] / plan.seconds:.0%}" for name in largest(plan.times))
+        times = largest(plan.times, ".0%", plan.seconds)
         hours = config.steps * plan.seconds / 3600
         price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
         lines += [
