@@ -387,16 +387,19 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     ("--run {llama3} --prompts {rows} --out {empty}", "exists, without answers"),
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:x", "expected FILE.py:NAME"),
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:undefined --tokens 1", "gives nan for {'prompt"),
+    ("--run {run} --score {none}", "none.jsonl has no rows"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
     if "{run}" in words:
         save_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "none.jsonl").touch()
     (tmp_path / "rules.py").write_text(REWARD)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n' + '{"text": "x"}\n' * ("row 2" in message))
     names = {name: tmp_path / name for name in ("run", "empty", "new")}
-    files = {"rows": tmp_path / "rows.jsonl", "rules": tmp_path / "rules.py", "llama3": hub("llama3")[0]}
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("rows", "none")}
+    files |= {"rules": tmp_path / "rules.py", "llama3": hub("llama3")[0]}
     words = words.format(**names, **files).split()
     with pytest.raises(Message, match=message):
         main(["--run", "nowhere", *words])

@@ -121,6 +121,8 @@ def read_rows(spec: str, flag: str, read: Callable) -> list:
         for row in file.rows(val_every=0):
             with naming(f"{file.name} row {row.number}"):
                 results.append(read(row.fields()))
+    if not results:
+        raise UserError(f"{flag} {spec} has no rows")
     return results
 
 
