@@ -249,16 +249,6 @@ FLAGS = {  # of the verbs that apply to a run
 }
 
 
-def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
-    """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, flags)"""
-    flags = Parser(FLAGS[verb], add_help=False).parse_args(words)
-    runs = Path("runs")
-    out = flags.out or max(runs.glob("*/"), key=lambda run: read_json(run / "status.json").get("time", 0), default=runs)
-    if not (out / "status.json").exists():
-        raise UserError(f"{out} is not a run folder: give --out DIR")
-    return out, flags
-
-
 def hints(out: Path) -> str:
     run = shlex.quote(str(out))
     return f"Watch it: bash launch.sh logs --out {run}   Stop it: bash launch.sh stop --out {run}"
@@ -382,7 +372,12 @@ def main(words: list[str]) -> int | None:
     verb, *words = words
     if verb in ON_HOSTS:
         return ON_HOSTS[verb](words)
-    return ON_A_RUN[verb](*pick_run(verb, words))
+    flags, runs = Parser(FLAGS[verb], add_help=False).parse_args(words), Path("runs")
+    # without --out the run that was last launched or last wrote its status
+    out = flags.out or max(runs.glob("*/"), key=lambda run: read_json(run / "status.json").get("time", 0), default=runs)
+    if not (out / "status.json").exists():
+        raise UserError(f"{out} is not a run folder: give --out DIR")
+    return ON_A_RUN[verb](out, flags)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -98,15 +97,10 @@ def columns(rows: list) -> str:
     return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def on_all(function: Callable, hosts: list[Host]) -> list:
-    """function(host) on all hosts at once."""
-    with ThreadPoolExecutor(len(hosts) or 1) as pool:
-        return list(pool.map(function, hosts))
-
-
 def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **request) -> list[str]:
     """Calls all hosts at once; each keeps its answer in `last` -> the problems."""
-    on_all(lambda host: host.call(job, operation, patience, **request), hosts)
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        list(pool.map(lambda host: host.call(job, operation, patience, **request), hosts))
     return [host.problem for host in hosts if host.problem]
 
 

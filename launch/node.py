@@ -30,9 +30,8 @@ from pathlib import Path
 
 THIS_FILE = os.path.abspath(__file__)
 ROOT = Path(THIS_FILE).parents[1]
-MARK = (
-    "TORCHELASTIC_ERROR_FILE"  # the variable that all processes of a run have, with a path in the attempt's log folder
-)
+# The variable that all processes of a run have, with a path in the attempt's log folder.
+MARK = "TORCHELASTIC_ERROR_FILE"
 START_LIMIT = 60  # seconds for an agent to appear
 REPETITIONS = 5000  # of a product of 1.1 TFLOP and a sum, by doctor: 10 to 60 seconds
 # The order of an end, besides 0 (the first cause, as job/job.py says): before it, after it, and of an end that another

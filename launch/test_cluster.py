@@ -278,7 +278,7 @@ def test_a_host_that_was_cut_is_the_cause_unless_a_rank_knows_one(supervisor, mo
     answers = iter([({}, {}), *looks, ({}, {})])
     supervisor.hosts, supervisor.job["timeout"] = [Host(n, label=n) for n in "ab"], 0.0
     monkeypatch.setattr(cluster, "LOOK_OVER_SSH", 0.001)
-    monkeypatch.setattr(doctor, "on_all", lambda function, hosts: [*map(function, hosts)])
+    monkeypatch.setattr(doctor.ThreadPoolExecutor, "map", lambda _, function, hosts: map(function, hosts))
     now = []
 
     def answer(host, operation, request, patience):
