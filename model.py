@@ -268,12 +268,13 @@ class Block(nn.Module):
 
 
 # Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little if a
-# chunk may have 5 times as many bytes as the gradient. Its limit is between CHUNK_BYTES / 5 and CHUNK_BYTES.
+# chunk may have 5 times as many bytes as the gradient. Its limit is between CHUNK_BYTES / 5 and 2 CHUNK_BYTES, or
+# CHUNK_BYTES for a frozen weight.
 #
 # Example: Llama 3 8B has a vocabulary of V = 128,256 and D = 4,096. A batch of 8 rows of 2,048 tokens has N = 16,384.
 #     all logits at once      2 N V = 3.9 GiB in bf16, and 7.8 GiB if they were also kept in fp32
-#     the weight's gradient   4 V D = 2.0 GiB. Five times that is above the limit, so the limit is 2^29 = 512 MiB
-#     rows of a chunk         2^29 / (2 V) = 2,092, and 2,048 as a power of two: 8 chunks of 501 MiB
+#     the weight's gradient   4 V D = 2.0 GiB. Five times that is above the limit, so the limit is 2^30 = 1 GiB
+#     rows of a chunk         2^30 / (2 V) = 4,185, and 4,096 as a power of two: 4 chunks of 1,002 MiB
 CHUNK_BYTES = 2**29
 
 
@@ -347,12 +348,11 @@ def head_pass(
     Cross-entropy sees the V columns of the vocabulary. `padded` adds columns of zeros, which it does not touch: so they
     are zero in the gradient of the logits, too. The gradient of the weight leaves them out."""
     w, V = padded(weight, x.dtype), len(weight)
-    gradient_bytes = 4 * w.numel()
-    chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 5 * gradient_bytes))
+    gradient_bytes, needs_dw = 4 * w.numel(), grads and weight.requires_grad
+    chunk_bytes = min(CHUNK_BYTES << needs_dw, max(CHUNK_BYTES // 5, 5 * gradient_bytes))
     rows = chunk_bytes // (w.shape[0] * w.itemsize)
     # Powers of two suit the kernels, and divide most batches: chunks of one shape are compiled once.
     rows = len(x) if len(x) <= rows else 2 ** max(7, rows.bit_length() - 1)
-    needs_dw = grads and weight.requires_grad
     accumulates = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
     dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and accumulates else None
     dx = torch.empty_like(x) if grads else None

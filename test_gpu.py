@@ -189,7 +189,7 @@ def test_packed_rows_need_little_memory(entries):
 @pytest.mark.parametrize("size", [1.0, 1e4])
 def test_loss_head_against_fp64(monkeypatch, size, compiled):
     """Three chunks, of which the last is smaller; rows that are not trained on; logits of up to 1e4."""
-    monkeypatch.setattr(model_module, "CHUNK_BYTES", 256 * 4096 * 2)
+    monkeypatch.setattr(model_module, "CHUNK_BYTES", 256 * 4096)
     head, x = make_head(4096, 256), randn(1, 640, 256).bfloat16()
     head.weight.data *= size / 16
     targets = torch.randint(0, 4096, (1, 640), generator=torch.Generator().manual_seed(0))

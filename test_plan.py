@@ -161,7 +161,7 @@ def planned(words: str) -> plan.Plan:
     ("--model llama3.1-8b --seq_len 4096 --micro_batch 1",
      ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB.\n",
      "--state_dtype bf16 --param_dtype bf16"),
-    ("--model llama3.1-8b --seq_len 2048 --micro_batch 4 --gpu rtx4090", " each GPU needs 136 GiB.\n",
+    ("--model llama3.1-8b --seq_len 2048 --micro_batch 4 --gpu rtx4090", " each GPU needs 137 GiB.\n",
      "--checkpointing block --lora 16"),
     ("--model mixtral-8x7b --gpu h100-80", " each GPU needs 727 GiB.\n", "--offload cpu"),  # experts have no adapters
     ("@recipes/llama3.1-405b.args --gpus 8", "it does not fit: each host needs 6,860 GiB.\n", "--lora 16"),
