@@ -324,27 +324,20 @@ def write_answer(model: Transformer, source: Source, ids: list[int], number: int
     return text.answer
 
 
-def typed_lines() -> Iterator[str]:
-    """The lines of standard input, without empty ones."""
-    with contextlib.suppress(EOFError):
-        while True:
-            line = input("> " if sys.stdin.isatty() else "")
-            if line.strip():
-                yield line
-
-
 def converse(model: Transformer, source: Source, args: argparse.Namespace) -> None:
-    """Answers the messages of --prompt, or else each line of standard input."""
+    """Answers the messages of --prompt, or else each line of standard input that is not empty."""
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
-    for message in args.prompt or typed_lines():
-        if args.prompt and len(args.prompt) > 1:
-            print(">", message)
-        messages.append({"role": "user", "content": message})
-        answer = write_answer(model, source, source.render(messages), len(messages), args)
-        if answer.strip():
-            messages.append({"role": "assistant", "content": answer})
-        else:
-            messages.pop()
+    typed = iter(lambda: input("> " if sys.stdin.isatty() else ""), None)
+    with contextlib.suppress(EOFError):
+        for message in args.prompt or filter(str.strip, typed):
+            if args.prompt and len(args.prompt) > 1:
+                print(">", message)
+            messages.append({"role": "user", "content": message})
+            answer = write_answer(model, source, source.render(messages), len(messages), args)
+            if answer.strip():
+                messages.append({"role": "assistant", "content": answer})
+            else:
+                messages.pop()
 
 
 # ---- a file of prompts
