@@ -348,6 +348,8 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
     parser = Parser(FLAGS, **ABOUT)
     flags, words = parser.parse_known_args(argv)
     cluster = Cluster(*vars(flags).values())._replace(gpu=GPUS[flags.gpu])
+    if cluster.failure_hours and not cluster.save_seconds:
+        raise UserError("--failure_hours has no effect without --save_seconds")
     words = words or DEFAULT
     if "model" in with_recipes(words):
         words = [*words, "--weights=", "--load=direct"]

@@ -243,7 +243,7 @@ def test_shared_rows_take_the_activations_of_their_part():
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--compile block, not none"),
     ("--fp8 row --fp8_skip layers.99", "--fp8_skip: no layer is called layers.99"),
     ("--attention varlen --dtype fp32", "--attention varlen needs a GPU"),
-    ("--epochs 2", "plan.py reads no data; give --steps"),
+    ("--epochs 2", "plan.py reads no data; give --steps"), ("--failure_hours 9", "no effect without --save_seconds"),
     ("--model llama3-8b --weights x --lora_weights y", "--lora_weights has no effect without --weights"),
 ])  # fmt: skip
 def test_mistakes_are_refused_in_the_words_of_training(capsys, words, message):
