@@ -29,6 +29,7 @@ import zlib
 from collections import defaultdict
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
@@ -185,7 +186,7 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
         )
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """Writes checkpoints in the background: `save` computes the probe's loss, and a thread copies this rank's shards
     into the host's memory and writes them. The optimizer's next step waits for the copies. Each save waits for the
     previous save. After a save that has failed, the next step is saved, then the next one that is due; TRIES failures
@@ -204,9 +205,6 @@ class Saver:
         self.failures = self.in_a_row = 0  # saves that have failed, as all ranks know; since the last one that has not
         self.again = False  # whether to save the next step
         self.copies = HostCopies(self.ranks.device)
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if error is not None and self.writing:
@@ -431,29 +429,28 @@ def read_manifest(folder: Path) -> dict:
         manifest = json.loads(text)
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT} (README.md)")
-        if manifest.pop("crc32") != _crc_of(manifest):
-            raise ValueError("its checksum is wrong")
-        if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
-            raise ValueError(f"it belongs to step {manifest['step']}")
+        is_other = STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder)
+        if manifest.pop("crc32") != _crc_of(manifest) or is_other:
+            raise ValueError("its checksum is wrong, or it belongs to another step")
         manifest["tensors"] = {key: Layout(**layout) for key, layout in manifest["tensors"].items()}
     except Exception as e:
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
 
 
-def _check_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: dict) -> None:
-    """Raises an error with the reason if a file of a checkpoint is damaged."""
+def _fault_of_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: dict) -> str:
+    """As fault_of, of the file with this row in the manifest."""
     rank = row["part"]
     path = folder / file_name(row["file"], rank)
     size = retry(path.stat, path).st_size
     if size != row["bytes"]:
-        raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
+        return f"{path.name} has {size} bytes, expected {row['bytes']}"
     here = [key for key, layout in layouts.items() if layout.file == row["file"] and rank < layout.parts]
     entries = {key: layouts[key].entry(rank) for key in here}
     if TensorFile(path).entries != {key: entry for key, entry in entries.items() if math.prod(entry[1])}:
-        raise ValueError(f"{path.name} does not hold the manifest's tensors")
-    if checksums and checksum(path) != row["crc32"]:
-        raise ValueError(f"the checksum of {path.name} is wrong")
+        return f"{path.name} does not hold the manifest's tensors"
+    is_wrong = checksums and checksum(path) != row["crc32"]
+    return f"the checksum of {path.name} is wrong" * is_wrong
 
 
 def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
@@ -465,12 +462,12 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
             manifest = read_manifest(folder)
             with ThreadPoolExecutor() as pool:
                 rows = manifest["files"][ranks.rank :: ranks.world_size]
-                list(pool.map(partial(_check_file, folder, manifest["tensors"], checksums), rows))
+                faults = pool.map(partial(_fault_of_file, folder, manifest["tensors"], checksums), rows)
+                return next(filter(None, faults), "")
         except Exception as e:  # a damaged file leads to any kind
             if isinstance(e, (OSError, MemoryError)) and not isinstance(e, MISSING_FILE):
                 raise  # it says nothing about the content
             return str(e) or repr(e)
-        return ""
 
     return next(filter(None, gather(on_every_rank(examine, ranks), ranks)), "")
 
@@ -507,8 +504,6 @@ class Checkpoint:
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """A slice of a tensor, assembled from the stored shards. Opens only files with a part of it."""
-        if key not in self.layouts:
-            raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         layout = self.layouts[key]
         needed = range(layout.parts)
         if layout.shape:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -94,11 +95,11 @@ def profile_steps(steps: int, run) -> profile:
 # ---- the step record
 
 
-class Log:
+class Log(AbstractContextManager):
     """The step record. All ranks must hold one and make the same calls, because a record gathers values of all ranks.
 
     A value that arrives after its step (a save's duration, a sample) gets a separate record with the step's number.
-    `with log:` opens the trackers and closes them at the end."""
+    `with log:` finishes its files and closes the trackers at the end."""
 
     def __init__(self, config: Config, run, model: Transformer, start: int, sources: list[str] = ()):
         """run: a job.job.Run. start: the last finished step. sources: names of the entries of a mixture."""
@@ -116,16 +117,12 @@ class Log:
         self.pair_sums = torch.zeros(1 + len(FIGURES), dtype=torch.float64, device=self.ranks.device)
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
-        self.trackers: list[Tracker] = []
+        self.trackers: list[Tracker] = []  # of rank 0
         self.drawn_at = -math.inf
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
             keep_records(self.file.path, start)
-
-    def __enter__(self) -> "Log":
-        if self.ranks.rank == 0:
-            self.trackers = [Tracker(name, self.run.folder, self.last[0]) for name in self.config.track]
-        return self
+            self.trackers = [Tracker(name, run.folder, start) for name in config.track]
 
     def __exit__(self, kind: type | None, *error) -> None:
         with self.run.phase("end"):

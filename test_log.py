@@ -49,11 +49,11 @@ def passes(monkeypatch):
     return passes
 
 
-def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size=1) -> Log:
+def make_log(folder: Path, start=0, part="steps", sources=(), world_size=1, track=()) -> Log:
     """A Log without a model, whose clock counts for `part`."""
-    sizes = {"batch_tokens": TOKENS, "seq_len": SEQ_LEN, "steps": 0, "lora": 0, "shard_size": 0, "track": ()}
+    sizes = {"batch_tokens": TOKENS, "seq_len": SEQ_LEN, "steps": 0, "lora": 0, "shard_size": 0, "track": track}
     config = SimpleNamespace(**sizes, model_config=MODELS["tiny-llama"])
-    clock, ranks = Clock(), Ranks(rank, world_size, torch.device("cpu"))
+    clock, ranks = Clock(), Ranks(0, world_size, torch.device("cpu"))
     clock.switch(part)
     run = SimpleNamespace(folder=folder, ranks=ranks, clock=clock, phase=clock.phase, write_status=mock.Mock())
     with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
@@ -295,9 +295,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
     wandb.init.return_value = wandb_run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for first, last in ((0, 10), (6, 14)):
-        run = make_log(tmp_path, first)
-        run.config.track = "tensorboard", "wandb"
-        run.__enter__()
+        run = make_log(tmp_path, first, track=("tensorboard", "wandb"))
         for step in range(first + 1, last + 1):
             passes(1.0)
             record(run, step, 10.0 - step, save_ms=7.0)
@@ -338,9 +336,7 @@ def test_a_tracker_that_hangs_stops_nothing(tmp_path, monkeypatch, caplog):
     hangs = threading.Event()
     monkeypatch.setattr(log, "TensorBoard", lambda *_: SimpleNamespace(log=lambda *_, **__: hangs.wait()))
     monkeypatch.setattr(log, "TRACKERS", 0.01)
-    run = make_log(tmp_path)
-    run.config.track = ("tensorboard",)
-    run.__enter__()
+    run = make_log(tmp_path, track=["tensorboard"])
     for step in range(3):
         run.add(step, loss=1.0)
     monkeypatch.setattr(run, "draw", mock.Mock())

@@ -17,16 +17,19 @@ def local_path(spec: str, flag: str) -> Path:
     HF_HOME's cache. UserError with the command to run, if there is none, or if its download is not complete: files are
     missing, have the wrong size, or have not been verified."""
     path = Path(spec).expanduser()
+    command = ""
     if not path.exists():
-        path = find_snapshot(spec, flag)
+        path, command = find_snapshot(spec, flag)
     if (path / UNFINISHED).exists():
-        raise UserError(f"{flag} {spec} is not complete: continue the download with: {(path / UNFINISHED).read_text()}")
+        command = (path / UNFINISHED).read_text()
+    if command:
+        raise UserError(f"{flag} {spec} is not complete: continue the download with: {command}")
     return path
 
 
-def find_snapshot(spec: str, flag: str) -> Path:
-    """The snapshot of HF_HOME's cache for ORG/NAME or ORG/NAME@REVISION. UserError with the command to run, if there is
-    none, or if files are missing or have the wrong size."""
+def find_snapshot(spec: str, flag: str) -> tuple[Path, str]:
+    """-> (the snapshot of HF_HOME's cache for ORG/NAME or ORG/NAME@REVISION; the command that completes it, if files
+    are missing or have the wrong size). UserError if there is none."""
     from huggingface_hub import constants, errors, snapshot_download
 
     name, _, revision = spec.partition("@")
@@ -42,9 +45,8 @@ def find_snapshot(spec: str, flag: str) -> Path:
     for file, size in sizes_of(name, revision=path.name).items():
         link = path / file
         if os.path.lexists(link) and not (link.exists() and link.stat().st_size == size):
-            command += f" --revision {path.name}"
-            raise UserError(f"{flag} {spec} is not complete: continue the download with: {command}")
-    return path
+            return path, f"{command} --revision {path.name}"
+    return path, ""
 
 
 def sizes_of(repo: str, **where) -> dict[str, int]:

@@ -49,9 +49,8 @@ class Clock:
     def __init__(self):
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-        self.begin = time.perf_counter() - age  # includes imports
         self.by_phase = Counter()  # seconds
-        self.stack, self.since, self.step = ["start"], self.begin, 0
+        self.stack, self.since, self.step = ["start"], time.perf_counter() - age, 0  # includes imports
 
     def _lap(self) -> None:
         now = time.perf_counter()
@@ -77,11 +76,6 @@ class Clock:
     def seconds(self, *names: str) -> float:
         self._lap()
         return sum(self.by_phase[name] for name in names)
-
-    def report(self) -> str:
-        self._lap()
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.by_phase.items())
-        return f"Time taken: {self.since - self.begin:.1f} seconds ({phases})"
 
 
 # ---- the run
@@ -180,7 +174,9 @@ class Run:
 
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
-        logger.info(self.clock.report())
+        total = self.clock.seconds(*self.clock.by_phase)
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.clock.by_phase.items())
+        logger.info(f"Time taken: {total:.1f} seconds ({phases})")
         message = ""
         if state == "stopped":
             message = f"by {self.stopped_by}"
