@@ -3,6 +3,7 @@ here (the real one gave the same 80 rows to 2e-5); the equation behind Wilson's 
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import transformers
 
 import score
 from base.errors import UserError
+from base.ranks import ALONE
 from generate import Source, main
 from hf.tokenizer import ByteTokenizer
 from model import MODELS
 from test_faults import run_here  # noqa: F401
 from test_generate import hub  # noqa: F401
+from test_model import make_model, random_tokens
 from test_train import records
 
 CONTEXT = 512  # of the hub's models
@@ -143,6 +146,23 @@ def test_bad_rows_are_named(tmp_path, row, message):
     source = Source("", MODELS["tiny-llama"], None, None, ByteTokenizer(), 8, True, ())
     with pytest.raises(UserError, match=f"rows.jsonl row 2: .*{message}"):
         score.read_questions(write(tmp_path / "rows.jsonl", [{"text": "fine"}, row]), "--score", source)
+
+
+def test_ranks_share_the_batches(monkeypatch):
+    """Rank 1 works first, and rank 0 gets its result."""
+    monkeypatch.setattr(score, "BATCH_TOKENS", 50)
+    model, shares = make_model("llama3"), []
+    rows = [{"parts": [(ids, 3)], "bytes": 1} for ids in random_tokens(7, 20).tolist()]  # batches of 2, and one of 1
+
+    def gather(found: dict, ranks) -> list[dict]:
+        shares.append({**found})
+        return [shares[0] if ranks.rank == 0 else dict.fromkeys(range(7), 0.0)]
+
+    expected = score.score(model, rows, ALONE)
+    monkeypatch.setattr(score, "gather", gather)
+    for rank in (1, 0):
+        results = score.score(model, rows, replace(ALONE, rank=rank, world_size=2))
+    assert results == expected and [sorted(share) for share in shares] == [[2, 3, 6], [0, 1, 4, 5]]
 
 
 @pytest.mark.parametrize("right, n", [(0, 5), (5, 5), (3, 7), (28, 80)])
