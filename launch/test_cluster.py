@@ -122,8 +122,12 @@ CODES = {  # how a rank without error.json ended -> order
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("status", [1, -9, 0])
-def test_the_errors_of_a_host(tmp_path, monkeypatch, status):
+@pytest.mark.parametrize("status, ends", [
+    (1, [(node.FOLLOWED, "the run on a failed with status 1")]), (0, []),
+    (-9, [(node.KILLED, "the run on a was ended by SIGKILL")]),
+    (None, [(node.KILLED, "the run on a was gone: killed, or the machine restarted")]),
+])  # fmt: skip
+def test_the_errors_of_a_host(tmp_path, monkeypatch, status, ends):
     """Rank 0 has written its own error, the others were killed; then torchrun itself ends so."""
     logs, failures = tmp_path / "logs" / "a" / "x", {}
     for rank, code in enumerate([1, *CODES, -9]):
@@ -142,15 +146,15 @@ def test_the_errors_of_a_host(tmp_path, monkeypatch, status):
 
     monkeypatch.setattr("torch.distributed.run.main", fail)
     assert node.torchrun(str(logs)) == 1
-    node.write_json(logs / "agent.json", {"exit": status})
-    found = node.look({"out": str(tmp_path), "label": "a", "id": "x"})["errors"]
+    node.write_json(logs / "agent.json", {} if status is None else {"exit": status})
+    state = node.look({"out": str(tmp_path), "label": "a", "id": "x"})
+    assert (state["processes"], state["exit"]) == (0, status)
+    found = state["errors"]
     ranks = {Path(error["file"]).parent.name: error for error in found if "agent" not in error["file"]}
     assert ranks["0"] == own | {"file": str(logs / "y/attempt_0/0/stderr.log"), "tail": "the end of 0"}
     assert [ranks[str(i)]["order"] for i in range(1, len(ranks))] == [*CODES.values(), node.FOLLOWED]
     assert ranks["1"]["message"] == "rank 1 on a was ended by SIGKILL" and ranks["5"]["message"].endswith("status 3")
-    agents = [(error["order"], error["message"]) for error in found if "agent" in error["file"]]
-    message = "failed with status 1" if status > 0 else "was ended by SIGKILL"
-    assert agents == [(node.KILLED if status < 0 else node.FOLLOWED, f"the run on a {message}")][: abs(status)]
+    assert [(error["order"], error["message"]) for error in found if "agent" in error["file"]] == ends
 
 
 def end(order: int, message: str, **more) -> dict:
@@ -343,16 +347,6 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
 def test_a_full_disk_is_named(supervisor, monkeypatch):
     monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
     assert f"the disk of {supervisor.out} is full" in supervisor.judge(KILLED["errors"][0])[1]
-
-
-def test_a_host_where_nothing_is_left_says_so(tmp_path):
-    (tmp_path / "logs" / "a" / "x").mkdir(parents=True)
-    request = {"out": str(tmp_path), "label": "a", "id": "x"}
-    state = node.look(request)
-    assert (state["processes"], state["exit"], state["errors"][0]["order"]) == (0, None, node.KILLED)
-    assert state["errors"][0]["message"].startswith("the run on a was gone")
-    (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0}')
-    assert not node.look(request)["errors"]
 
 
 def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
