@@ -181,7 +181,7 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     output = run_here(tmp_path / "run", *flags, "--keep_best", "score_acc")
     found = {r["step"]: r["score_acc"] for r in records(tmp_path / "run") if "score_acc" in r}
     best = max(found, key=found.get)
-    assert [*found] == [4, 8, 12] and f"hf/ has step {best}, the best by score_acc" in output
+    assert [*found] == [4, 8, 12] and f"hf/ has step {best}: best score_acc" in output
     assert f"score acc {found[12]:.4f}" in output
     assert f"lm_eval --model hf --model_args pretrained={tmp_path / 'run'}/hf --tasks" in output
     main(["--run", str(tmp_path / "run"), "--score", questions])

@@ -279,7 +279,7 @@ def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
             exported, folder = step, checkpoint.step_folder(run.folder, step)
         export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks, spec)
     if exported == best.step:
-        logger.info(f"hf/ has step {exported}, the best by {best.name}. {best.reason}")
+        logger.info(f"hf/ has step {exported}: {best}")
         if exported <= config.warmup or learning_rate(config, exported) >= config.lr:
             logger.warning(f"At step {exported} --lr had not begun to decay: a run with fewer --steps may be better")
     run.end("finished", step)
