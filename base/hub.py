@@ -75,9 +75,9 @@ REFUSALS = {
     "RevisionNotFoundError": "the revision does not exist: {page}/tree/main lists the branches and tags",
     "RepositoryNotFoundError": "there is no {page}, or it is private: check the name, or log in (`hf auth login`)",
     401: "the hub answers {status} for {repo}: log in as a user who may read it: `hf auth login`, or HF_TOKEN",
-    403: "the hub answers {status} for {repo}: log in as a user who may read it: `hf auth login`, or HF_TOKEN",
     404: "the hub answers 404 for a file that {page} lists: leave it out, or name another revision",
 }
+REFUSALS[403] = REFUSALS[401]
 
 
 def is_busy(error: Exception) -> bool:

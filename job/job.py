@@ -174,9 +174,10 @@ class Run:
 
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
-        total = self.clock.seconds(*self.clock.by_phase)
-        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.clock.by_phase.items())
-        logger.info(f"Time taken: {total:.1f} seconds ({phases})")
+        self.clock.switch("end", step)
+        times = self.clock.by_phase
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in times.items())
+        logger.info(f"Time taken: {times.total():.1f} seconds ({phases})")
         message = ""
         if state == "stopped":
             message = f"by {self.stopped_by}"
@@ -191,8 +192,7 @@ class Run:
             if (log := logger.handlers[-1].stream).waiting:
                 log.finish(LAST)
 
-        with self.phase("end"):
-            on_first_rank(finish, self.ranks)
+        on_first_rank(finish, self.ranks)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
