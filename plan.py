@@ -173,7 +173,7 @@ def refuse_fp8(config: Config, device: torch.device, world_size: int) -> None:
 def cluster_here(ranks: Ranks) -> Cluster:
     """The machines that this process and its peers run on."""
     gpus = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), ranks.world_size)
-    gpu = Gpu("CPU", *[0] * 8)
+    gpu = Gpu("CPU", *[0] * 7)
     if ranks.device.type == "cuda":
         size = torch.cuda.get_device_properties(ranks.device).total_memory
         gpu = (host.known_gpu(ranks.device) or gpu._replace(name="GPU"))._replace(gib=size / GIB)

@@ -28,9 +28,8 @@ class Gpu(NamedTuple):
     """A GPU model's values from its data sheet, and the measured speed of large matmuls.
 
     name: part of the device's name in torch. tflops: dense bf16. gib: memory that torch reports. bandwidth: bytes per
-    second of the memory; link: from GPU to GPU within a node, in one direction; host: to the host's memory. watts: the
-    data sheet's power. reach: large matmuls run at this share of tflops. fp8: the speed of FP8 matmuls relative to
-    bf16; 0 if the GPU has none."""
+    second of the memory; link: from GPU to GPU within a node, in one direction; host: to the host's memory. reach:
+    large matmuls run at this share of tflops. fp8: the speed of FP8 matmuls relative to bf16; 0 if the GPU has none."""
 
     name: str
     tflops: float
@@ -38,35 +37,34 @@ class Gpu(NamedTuple):
     bandwidth: float
     link: float
     host: float
-    watts: float
     reach: float
     fp8: float
 
 
 # By the value of --gpu. The first row whose name is part of a device's name describes it.
-# name, tflops, gib, bandwidth, link, host, watts, reach, fp8
+# name, tflops, gib, bandwidth, link, host, reach, fp8
 GPUS = {
-    "b200": Gpu("B200", 2250, 178, 7.7e12, 900e9, 50e9, 1000, 0.6, 1.7),
-    "gh200": Gpu("GH200", 989, 94.5, 4.0e12, 450e9, 200e9, 700, 0.62, 1.6),
-    "h200": Gpu("H200", 989, 139.8, 4.8e12, 450e9, 50e9, 700, 0.64, 1.6),
-    "h100-pcie": Gpu("H100 PCIe", 756, 79.1, 2.0e12, 50e9, 50e9, 350, 0.55, 1.6),
-    "h100-nvl": Gpu("H100 NVL", 835, 93.0, 3.9e12, 300e9, 50e9, 400, 0.6, 1.6),
-    "h100-80": Gpu("H100", 989, 79.1, 3.35e12, 450e9, 50e9, 700, 0.6, 1.6),
-    "h800": Gpu("H800", 989, 79.1, 3.35e12, 200e9, 50e9, 700, 0.6, 1.6),
-    "a100-40": Gpu("A100-SXM4-40GB", 312, 39.4, 1.56e12, 300e9, 25e9, 400, 0.8, 0),
-    "a100-80": Gpu("A100", 312, 79.2, 2.04e12, 300e9, 25e9, 400, 0.8, 0),
-    "a800": Gpu("A800", 312, 79.2, 2.04e12, 200e9, 25e9, 400, 0.8, 0),
-    "mi300x": Gpu("MI300X", 1307, 191.7, 5.3e12, 350e9, 50e9, 750, 0.45, 0),
-    "l40s": Gpu("L40S", 362, 44.4, 0.86e12, 25e9, 25e9, 350, 0.55, 1.6),
-    "l40": Gpu("L40", 181, 44.4, 0.86e12, 25e9, 25e9, 300, 0.7, 1.6),
-    "l4": Gpu("L4", 121, 22.0, 0.3e12, 25e9, 25e9, 72, 0.5, 1.6),
-    "a10g": Gpu("A10G", 70, 22.0, 0.6e12, 25e9, 25e9, 150, 0.8, 0),
-    "a10": Gpu("A10", 125, 22.0, 0.6e12, 25e9, 25e9, 150, 0.6, 0),
+    "b200": Gpu("B200", 2250, 178, 7.7e12, 900e9, 50e9, 0.6, 1.7),
+    "gh200": Gpu("GH200", 989, 94.5, 4.0e12, 450e9, 200e9, 0.62, 1.6),
+    "h200": Gpu("H200", 989, 139.8, 4.8e12, 450e9, 50e9, 0.64, 1.6),
+    "h100-pcie": Gpu("H100 PCIe", 756, 79.1, 2.0e12, 50e9, 50e9, 0.55, 1.6),
+    "h100-nvl": Gpu("H100 NVL", 835, 93.0, 3.9e12, 300e9, 50e9, 0.6, 1.6),
+    "h100-80": Gpu("H100", 989, 79.1, 3.35e12, 450e9, 50e9, 0.6, 1.6),
+    "h800": Gpu("H800", 989, 79.1, 3.35e12, 200e9, 50e9, 0.6, 1.6),
+    "a100-40": Gpu("A100-SXM4-40GB", 312, 39.4, 1.56e12, 300e9, 25e9, 0.8, 0),
+    "a100-80": Gpu("A100", 312, 79.2, 2.04e12, 300e9, 25e9, 0.8, 0),
+    "a800": Gpu("A800", 312, 79.2, 2.04e12, 200e9, 25e9, 0.8, 0),
+    "mi300x": Gpu("MI300X", 1307, 191.7, 5.3e12, 350e9, 50e9, 0.45, 0),
+    "l40s": Gpu("L40S", 362, 44.4, 0.86e12, 25e9, 25e9, 0.55, 1.6),
+    "l40": Gpu("L40", 181, 44.4, 0.86e12, 25e9, 25e9, 0.7, 1.6),
+    "l4": Gpu("L4", 121, 22.0, 0.3e12, 25e9, 25e9, 0.5, 1.6),
+    "a10g": Gpu("A10G", 70, 22.0, 0.6e12, 25e9, 25e9, 0.8, 0),
+    "a10": Gpu("A10", 125, 22.0, 0.6e12, 25e9, 25e9, 0.6, 0),
     # Their bf16 rate is a sixth of an H100's or less, their memory's bandwidth a third: matmuls reach a larger share.
     # Published for a 4090 and GPT-2 124M: 29 % of 312 TFLOP/s, 106,000 tokens/s (nanoGPT issue 182).
-    "rtx4090": Gpu("RTX 4090", 165, 23.5, 1.01e12, 25e9, 25e9, 450, 0.75, 1.6),
-    "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.75, 0),
-    "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
+    "rtx4090": Gpu("RTX 4090", 165, 23.5, 1.01e12, 25e9, 25e9, 0.75, 1.6),
+    "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 0.75, 0),
+    "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 0.6, 0),
 }
 
 
