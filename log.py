@@ -101,7 +101,7 @@ class Log(AbstractContextManager):
     A value that arrives after its step (a save's duration, a sample) gets a separate record with the step's number.
     `with log:` finishes its files and closes the trackers at the end."""
 
-    def __init__(self, config: Config, run, model: Transformer, start: int, sources: list[str] = ()):
+    def __init__(self, config: Config, run, model: Transformer, start: int, sources: list[str]):
         """run: a job.job.Run. start: the last finished step. sources: names of the entries of a mixture."""
         self.run, self.config, self.ranks, self.clock = run, config, run.ranks, run.clock
         self.file = Appender(run.folder / "metrics.jsonl")

@@ -233,14 +233,14 @@ def open_adapter(folder: Path, config: Config) -> Read:
 # ---- the model of a checkpoint
 
 
-def base_fingerprint(config: Config, ranks: Ranks = ALONE) -> str:
+def base_fingerprint(config: Config, ranks: Ranks) -> str:
     """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
     if not (config.lora and config.weights):
         return "0"
     return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
 
 
-def refuse_other_base(config: Config, fingerprint: str, ranks: Ranks = ALONE) -> None:
+def refuse_other_base(config: Config, fingerprint: str, ranks: Ranks) -> None:
     """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
     if base_fingerprint(config, ranks) != fingerprint:
         raise UserError(f"--weights {config.weights} has changed since the adapters were trained on it: restore it")
