@@ -309,12 +309,6 @@ class Loader:
                 raise UserError("reference.npz lacks pairs that --eval_batches adds: give the value of the first start")
         return [pairs, reference]
 
-    def first_visits(self, steps: int) -> int:
-        """The number of steps, of so many, until every row that they visit has been visited once."""
-        share = sum(self.weights)
-        samples = max(s.count * share / weight for s, weight in zip(self.sources, self.weights, strict=True) if weight)
-        return min(steps, math.ceil(samples / self.step_rows) + 1)
-
 
 def flag_of(config: Config, split: str) -> str:
     """The flag that names the data of a split."""

@@ -23,6 +23,7 @@ tokens as in TRL; SimPO (2405.14734); the cross-entropy (RPO, 2404.19733)."""
 
 import itertools
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -165,7 +166,10 @@ def make_objective(config, run, model, weight_scales, data, val_data, resume_fro
     objective = Objective(*(getattr(config, name) for name in Objective._fields))
     if config.dpo == "simpo":
         return objective
-    loaders, steps = [loader for loader in (data, val_data) if loader], data.first_visits(config.steps)
+    loaders, share = [loader for loader in (data, val_data) if loader], sum(data.weights)
+    # Until every row has been visited once.
+    samples = max(s.count * share / weight for s, weight in zip(data.sources, data.weights, strict=True) if weight)
+    steps = min(config.steps, math.ceil(samples / data.step_rows) + 1)
     keys = [f"{loader.split} {loader.fingerprint}" for loader in loaders]
     if resume_from:
         values = on_first_rank(lambda: _read_reference(run.folder, resume_from.folder, keys, steps), ranks)
