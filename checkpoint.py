@@ -364,9 +364,14 @@ def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> No
         (temporary / "keep").touch()
     fsync_path(temporary)
     os.rename(temporary, folder)
-    fsync_path(folder.parent)
-    fsync_path(folder.parent.parent)  # the first save creates folder.parent
-    remove_old(folder.parent.parent, config.keep, manifest.get("best", {"step": 0})["step"])
+    # What fails from here on must not fail the save: its next try could not rename.
+    run = folder.parent.parent
+    for changed in (folder.parent, run):  # the first save creates folder.parent
+        retry(partial(fsync_path, changed), changed)
+    try:
+        remove_old(run, config.keep, manifest.get("best", {"step": 0})["step"])
+    except OSError as e:
+        logger.warning(f"Old checkpoints stay until the next save: {e}")
 
 
 def remove_old(run: Path, keep: int, best: int = 0) -> None:

@@ -397,6 +397,16 @@ def test_a_failed_save_is_repeated_after_the_next_step_and_when_one_is_due(
         assert_ended(tmp_path / "run", "failed", "Saves that have failed in a row: 3 of 3: the disk is full")
 
 
+def test_a_save_that_cannot_remove_old_checkpoints_is_on_disk(tmp_path, run_here, monkeypatch):
+    remove, refusals = checkpoint.remove_old, [full] * 3
+    monkeypatch.setattr(checkpoint, "remove_old", lambda *a: refusals.pop()() if refusals else remove(*a))
+    output = run_here(tmp_path / "run", "--save_every", 2, "--save_async", "off", "--steps", 6)
+    assert output.count("Old checkpoints stay until the next save: ") == 3 and "in a row" not in output
+    assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [2, 4, 6]
+    run_here(tmp_path / "run", "--steps", 7)
+    assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [6, 7]
+
+
 OUTAGE = """
 def fail_disk(part, code, ends):  # until ends(), for paths with that part
     lstat = os.lstat
