@@ -143,17 +143,11 @@ def test_a_schedule_and_rows_that_are_too_long_are_reported(words, warns, tmp_pa
     assert len(warnings) == bool(warns) and all(warns in warning for warning in warnings)
 
 
-def test_recipes_that_do_not_exist(recipe):
-    recipe("base", "")
-    assert "@zzzz: this recipe does not exist; `bash" in refused("@zzzz")
-    assert "@bases: this recipe does not exist; did you mean @recipes/base.args?" in refused(recipe("two", "@bases"))
-    assert parse_args([recipe("d", "@recipes/e.args @recipes/e.args"), recipe("e", "--steps 3")]).steps == 3
-
-
 @pytest.mark.parametrize("text, message", [
     ("--steps 1\n--prompt 'abc\n", "own.args: No closing quotation"), ("--stepps 3", "--stepps; did you mean --steps"),
     ("# --lr\n--lr x", "own.args: --lr x: expected number"), ("--steps 5\n stray", "--steps 5 stray: expected integer"),
     ("--lr 1\n--min_lr 2", "own.args: --min_lr 2.0 is above --lr 1.0"), ("secret:x:1", "own.args is not a recipe"),
+    ("@zzzz", "@zzzz: this recipe does not exist; `bash"), ("@owns", "not exist; did you mean @recipes/own.args"),
 ])  # fmt: skip
 def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     said = refused(recipe("own", text))
