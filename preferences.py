@@ -170,7 +170,7 @@ def make_objective(config, run, model, weight_scales, data, val_data, resume_fro
     # Until every row has been visited once.
     samples = max(s.count * share / weight for s, weight in zip(data.sources, data.weights, strict=True) if weight)
     steps = min(config.steps, math.ceil(samples / data.step_rows) + 1)
-    keys = [f"{loader.split} {loader.fingerprint}" for loader in loaders]
+    keys = on_first_rank(lambda: [f"{loader.split} {loader.fingerprint}" for loader in loaders], ranks)  # reads files
     if resume_from:
         values = on_first_rank(lambda: _read_reference(run.folder, resume_from.folder, keys, steps), ranks)
     else:
