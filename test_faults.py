@@ -291,9 +291,12 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(tmp_
     assert_ended(run, "finished", reason)
     assert read_json(checkpoint.step_folder(run, 10) / "manifest.json")["best"]["reason"] == reason
     assert "At step 4 --lr had not begun to decay" in output
+    before = metrics(run)
     for more in ([], ["--check"]):
         output = run_here(run, *flags, "--patience", 3, *more)
-        assert "is finished after step 10" in output and "--patience 0" in output
+        assert "is finished after step 10" in output and "python generate.py --run" in output
+        assert "continues with --steps 20 --patience 0" in output
+    assert '"state": "finished"' in output and metrics(run) == before
     shutil.rmtree(run / "hf")  # the export was interrupted
     (run / "status.json").unlink()
     check(run_here(run, *flags, "--patience", 3), 4, 5, 10)

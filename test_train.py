@@ -204,18 +204,6 @@ def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path, text):
     assert "--compile block" in refused.stderr and "apt install g++" in refused.stderr
 
 
-def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
-    flags = [*FAST, "--data", text, "--steps", "1", "--eval_every", "0", "--out", str(old_run)]
-    before = (old_run / "metrics.jsonl").read_text()
-    for extra in ([], ["--check"]):
-        assert train_main([*flags, *extra]) == 0
-        said = capsys.readouterr().out
-        assert "python generate.py --run" in said and "--steps 2" in said
-    assert json.loads(said.splitlines()[-1])["state"] == "finished"
-    assert (old_run / "metrics.jsonl").read_text() == before
-
-
 BAD = {  # other files' tests have more mistakes; these end in different parts of the start
     "a file for --out": (["--out", str(ROOT / "README.md")], "README.md"),
     "too long a name": (["--out", "é" * 128], "File name too long"),
