@@ -20,16 +20,7 @@ from filelock import SoftFileLease, Timeout
 from base import disk
 from base.background import Background
 from base.disk import lease, write_json
-from base.errors import (
-    EXIT,
-    FOLLOWED,
-    UserError,
-    describe_error,
-    logger,
-    say_error,
-    start_logging,
-    write_error,
-)
+from base.errors import EXIT, FOLLOWED, UserError, describe_error, logger, say_error, start_logging, write_error
 from base.ranks import Ranks, on_every_rank, on_first_rank
 from job.watchdog import Watchdog
 
@@ -106,8 +97,6 @@ class Run:
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
         self.stopped_by = ""  # the same, when all ranks know that one wants to stop
         self.pending_vote = None
-        # `with run.phase(name)`: time inside belongs to it. The watchdog allows --timeout in "data" and "steps",
-        # and in any other phase hang_limit without progress.
         self.phase = self.clock.phase
 
     def __enter__(self) -> "Run":

@@ -25,15 +25,14 @@ class Watchdog:
     process at a second signal or request, when the run folder's lock is lost, when another rank has ended, or when it
     hangs.
 
-    A rank that fails sets the end in the store. One that is killed cannot, but the others that the same torchrun has
-    started miss its process. Every watchdog looks for both at each beat, because a main thread may wait for the dead
-    rank until --timeout: NCCL does not notice it.
+    A rank that fails sets the end in the store. One that is killed cannot, but the other ranks of its torchrun miss its
+    process. Every watchdog looks for both at each beat: NCCL does not notice a dead rank before --timeout.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds, or when no rank makes progress
     (base/disk.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Each rank
     reports its position to the store where the ranks met. Only a rank that has waited too long reads the reports. So
-    the rank that is behind is named even if all main threads are blocked, and waiting ranks cost nothing."""
+    the rank that is behind is named even if all main threads are blocked."""
 
     def __init__(self, run):
         """run: a job.Run."""
