@@ -110,8 +110,8 @@ def check_tokenizer(config: Config) -> None:
     differs = beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE)
     if tokenizer.vocab_size > size or is_foreign or differs:
         raise UserError(
-            f"--tokenizer {config.tokenizer} with {tokenizer.vocab_size} ids is not that of --model {config.model}"
-            f" with {size}, or of --weights: leave out --tokenizer, or change the vocabulary"
+            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, and is not that of --weights or of a"
+            f" model with {size} ids: give the model's, or change its vocabulary"
         )
     with naming(f"--tokenizer {config.tokenizer}"):
         if hasattr(tokenizer, "backend"):

@@ -213,7 +213,10 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "a model for --lora_weights": (["--weights", "{hf}", "--lora_weights", "{hf}"], "adapter_config.json cannot be"),
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
-    "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "has 300: give"),
+    "bytes for weights with a larger vocabulary": (
+        ["--weights", "{near}", "--tokenizer", "bytes"],
+        "model with 300 ids",
+    ),
     "more ids than the weights": (["--weights", "{less}", "--tokenizer", "bytes"], "bytes has 258 ids"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a prompt in Latin-1": (["--sample_every", "1", "--prompt", "\udcef"], "error: --prompt: The text is not Unicode"),
