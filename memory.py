@@ -272,9 +272,9 @@ class Stacks(NamedTuple):
     """Bytes of Muon's stacks on each rank: received in a step from ranks of the same replica, and of other replicas;
     and in memory while the largest stack is updated."""
 
-    within: int = 0
-    between: int = 0
-    peak: int = 0
+    within: int
+    between: int
+    peak: int
 
 
 @functools.lru_cache
