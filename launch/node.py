@@ -410,7 +410,8 @@ def measure(first, last, port, nodes, *check):
         meeting = dict(init_method=f"tcp://{first}:{port}", rank=node, world_size=int(nodes))
         dist.init_process_group(**meeting, timeout=timedelta(seconds=30))
         data = torch.ones(2**24, device="cuda" if torch.cuda.is_available() else "cpu")
-        facts["MB/s"] = round(2**26 / 1e6 / Timer("dist.all_reduce(data)", globals=locals()).timeit(1).median)
+        if int(nodes) > 1:
+            facts["MB/s"] = round(2**26 / 1e6 / Timer("dist.all_reduce(data)", globals=locals()).timeit(1).median)
         dist.barrier()
     except RuntimeError as e:
         facts["problems"].append(f"all-reduce: {last_line(str(e))}")
