@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 from dataclasses import asdict, replace
 from functools import cache, partial, reduce
@@ -393,7 +394,8 @@ def export_run(saved, run: Path, ranks: Ranks, spec: str) -> None:
     export_trained(saved, run / "hf", torch.float32, ranks, spec, replaces=True)
     if spec:
         bos = "" if load_tokenizer(spec).adds_bos else ",add_bos_token=True"
-        lm_eval = f"lm_eval --model hf --model_args pretrained={run}/hf{bos} --tasks hellaswag"
+        model = shlex.quote(f"pretrained={run}/hf{bos}")
+        lm_eval = f"lm_eval --model hf --model_args {model} --tasks hellaswag"
         logger.info(f"For scores, `pip install 'lm_eval[hf]'` in another environment: {lm_eval}")
     if saved.config.lora:
         on_first_rank(lambda: export_adapter(saved.config, saved.read_weights, run / "adapter"), ranks)
