@@ -433,14 +433,19 @@ DAMAGED = {  # a kind of file, what the log says once
 }
 
 
-@pytest.mark.parametrize("files", [*(pytest.param(k, marks=pytest.mark.slow) for k in [*DAMAGED][:-1]), "/run/"])
-def test_a_disk_that_fails_for_a_while_costs_nothing(tmp_path, text, run_here, files):
-    """In steps 8 to 57. A checkpoint may be missing, but nothing else."""
+OUTAGES = [(files, 8) for files in [*DAMAGED][:-1]] + [("/run/", 98)]
+
+
+@pytest.mark.parametrize("files, first", [*(pytest.param(*o, marks=pytest.mark.slow) for o in OUTAGES), ("/run/", 8)])
+def test_a_disk_that_fails_for_a_while_costs_nothing(tmp_path, text, run_here, files, first):
+    """For fifty steps from `first` on, or in the last save and the end. A checkpoint may be missing, but nothing
+    else."""
     code = f"""{OUTAGE}
 from base import background, disk; from job import watchdog
-background.PAUSES, disk.LEASE, watchdog.BEAT, works = (1.0,), 0.5, 0.05, []
-at_step(8, lambda: fail_disk({files!r}, {errno.ESTALE}, lambda: works))
-at_step(58, lambda: works.append(True))
+background.PAUSES, disk.LEASE, watchdog.BEAT, checkpoint.PAUSE, works = (1.0,), 0.5, 0.05, 5, []
+at_step({first}, lambda: fail_disk({files!r}, {errno.ESTALE}, lambda: works))
+at_step({first} + 50, lambda: works.append(True))
+at_step(99, threading.Timer(6, works.append, [True]).start)
 {SLOWER.format(0.02)}"""
     run, flags = (
         tmp_path / "run",
@@ -497,7 +502,7 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
 # ---- runs of their own
 
 JOB = """
-import itertools, os, pathlib, signal, sys, time
+import itertools, os, pathlib, signal, sys, threading, time
 sys.path.insert(0, {root!r})
 import checkpoint, log, shard, train
 from base import errors; from job import job as guard
