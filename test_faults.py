@@ -341,9 +341,6 @@ def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, mo
     with monkeypatch.context() as m:
         m.setattr(model, "apply_rope", lambda x, rope: x)
         refused(tmp_path / "run")
-    with monkeypatch.context() as m:  # what is not tied is not loaded
-        m.setattr(Transformer, "tie_weights", lambda self: torch.nn.init.normal_(self.lm_head.weight, 0, 0.02))
-        assert "lm_head.weight" in run_here(tmp_path / "run", *more, status=1)
     for change in (["--attention", "sdpa"], ["--checkpointing", "block"], ["--fp8", "tensor"]):
         shutil.copytree(tmp_path / "run", tmp_path / change[1])
         run_here(tmp_path / change[1], *more, *change)
