@@ -176,18 +176,18 @@ def test_the_interval_is_wilson_s(right, n):
 
 def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys):  # noqa: F811
     rows = [{"prompt": f"{i} and {i + 1} make", "choices": [f"{2 * i + 1}", "x", "and"], "answer": 0} for i in range(9)]
-    questions = write(tmp_path / "questions.jsonl", rows)
+    run, questions = tmp_path / "the run", write(tmp_path / "questions.jsonl", rows)
     flags = ["--steps", 12, "--eval_every", 4, "--eval_batches", 1, "--eval_score", questions]
-    output = run_here(tmp_path / "run", *flags, "--keep_best", "score_acc")
-    found = {r["step"]: r["score_acc"] for r in records(tmp_path / "run") if "score_acc" in r}
+    output = run_here(run, *flags, "--keep_best", "score_acc")
+    found = {r["step"]: r["score_acc"] for r in records(run) if "score_acc" in r}
     best = max(found, key=found.get)
     assert [*found] == [4, 8, 12] and f"hf/ has step {best}: best score_acc" in output
     assert f"score acc {found[12]:.4f}" in output
-    assert f"lm_eval --model hf --model_args pretrained={tmp_path / 'run'}/hf --tasks" in output
-    main(["--run", str(tmp_path / "run"), "--score", questions])
+    assert f"lm_eval --model hf --model_args 'pretrained={run}/hf' --tasks" in output
+    main(["--run", str(run), "--score", questions])
     assert f"{found[12]:.4f}" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError):  # before it scores
-        main(["--run", str(tmp_path / "run"), "--score", questions, "--out", str(tmp_path / "no/scores.jsonl")])
+        main(["--run", str(run), "--score", questions, "--out", str(tmp_path / "no/scores.jsonl")])
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)
     assert "no row has choices" in output
