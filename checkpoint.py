@@ -509,6 +509,8 @@ class Checkpoint:
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """A slice of a tensor, assembled from the stored shards. Opens only files with a part of it."""
+        if key not in self.layouts:
+            raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         layout = self.layouts[key]
         needed = range(layout.parts)
         if layout.shape:
