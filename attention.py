@@ -149,9 +149,9 @@ def _fused(function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 class RowPart(NamedTuple):
-    """The part of each row that a model computes: each row has `count` equal parts. exchange(x [count, ...]) sends x[i]
-    to the model with part i and returns the tensors sent here, in the order of their parts. It is differentiable.
-    Every model of the row must call it."""
+    """The part of each row that a rank computes: each row has `count` equal parts. exchange(x [count, ...]) sends x[i]
+    to the rank with part i and returns the tensors sent here, in the order of their parts. It is differentiable. All
+    ranks of the row must call it."""
 
     index: int = 0
     count: int = 1
@@ -172,14 +172,14 @@ def attention_of_part(
     """`attention` for a part of each row, of t = T / N tokens (DeepSpeed-Ulysses, arXiv 2309.14509): q [B, t, H, h], k
     and v [B, t, K, h] -> [B, t, H, h]. mask, offsets: of whole rows. N must divide H.
 
-    Each head attends by itself, but needs all tokens. So an exchange gives each of the N models H / N heads of all T
+    Each head attends by itself, but needs all tokens. So an exchange gives each of the N ranks H / N heads of all T
     tokens. After attention another exchange gives it all heads of its part of the tokens. With N = 2, T = 4, H = 4:
 
                   before               exchange       attention               exchange       after
-        model 0   tokens 0 1, all heads    ->   all tokens, heads 0 1    ->   tokens 0 1, all heads
-        model 1   tokens 2 3, all heads    ->   all tokens, heads 2 3    ->   tokens 2 3, all heads
+        rank 0    tokens 0 1, all heads    ->   all tokens, heads 0 1    ->   tokens 0 1, all heads
+        rank 1    tokens 2 3, all heads    ->   all tokens, heads 2 3    ->   tokens 2 3, all heads
 
-    Every model has as many values before as after. Key/value heads are repeated until N divides them."""
+    Every rank has as many values before as after. Key/value heads are repeated until N divides them."""
     if part.count == 1:
         return attention(q, k, v, mask, backend, window, offsets)
     N, repeats = part.count, part.count // math.gcd(part.count, k.shape[2])

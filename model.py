@@ -8,7 +8,7 @@ as one `Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
 The model is plain torch: it starts no process group, compiles nothing and reads no environment variable; shard.py does
 that around it. A few products have another form where the compiler traces them.
 Weights are kept in any dtype (fp32 masters by default) and cast to the compute dtype where they are used; no autocast.
-Normalisation, rotary embedding and softmax compute in fp32. The model has no dropout.
+Rotary embedding and softmax compute in fp32, and so do torch's kernels for norms, inside. The model has no dropout.
 
 Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_dim, F ffn, E experts, V vocab, N = B T, k
 experts of a token, L layers.
@@ -240,7 +240,8 @@ MLPS = {
 
 
 class Block(nn.Module):
-    """The norms are before attention and MLP, with norm_after behind them (OLMo 2), with norm_around both (Gemma 3)."""
+    """Norms come before attention and MLP; with norm_after behind them (OLMo 2); with norm_around on both sides (Gemma
+    3)."""
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()

@@ -46,9 +46,9 @@ logger = logging.getLogger("flatland")
 
 
 class Gradients:
-    """This rank's shards of the gradients of a step: sums over the trained tokens of all ranks. Also counts the steps
-    whose update is skipped, because their loss or norm is not finite or a spike. The host waits only for the step
-    before, unless the gradients are offloaded to it."""
+    """Sums a step's loss, units (trained tokens, or pairs) and squared norm of the gradients over the ranks. Remembers
+    and counts the steps whose update is skipped, because their loss or norm is not finite or a spike. The host waits
+    only for the step before, unless the gradients are offloaded to it."""
 
     def __init__(self, model: nn.Module, config, ranks: Ranks, mesh: DeviceMesh | None, spikes: tuple = ()):
         """spikes: from a checkpoint, of --skip_spikes."""
@@ -61,14 +61,15 @@ class Gradients:
         self.device = local(self.parameters[0]).device  # the host, if they are offloaded
         # Of the last step. skip: 1.0 = no update; spike: 1.0 = because it is a spike.
         self.local_loss = self.skip = self.spike = torch.zeros((), device=self.device)
-        # Steps whose skip is on its way to the host; its counts: not finite in a row, and all since the last record.
+        # pending: steps whose skip is on its way to the host. skipped_in_row: steps in a row that are not finite.
+        # skipped: all skipped steps since the last record.
         self.pending, self.skipped_in_row, self.skipped = [], 0, 0
         # Losses and norms of accepted steps, the newest last; NaN before the first. fp64: equal values deviate by 0.
         missing = [[math.nan, math.nan]] * (SPIKE_WINDOW - len(spikes))
         self.accepted = torch.tensor([*missing, *spikes], dtype=torch.float64, device=self.device)  # [window, 2]
 
-    def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """local_loss: this rank's loss, summed over its local_tokens trained tokens -> (loss, trained tokens, squared
+    def global_sums(self, local_loss: Tensor, local_units: int) -> tuple[Tensor, Tensor, Tensor]:
+        """local_loss: this rank's loss, summed over its local_units -> (loss, units, squared
         norm of the gradients), summed over all ranks with one all-reduce: fp32 scalars on the gradients' device. All
         ranks must call.
 
@@ -80,7 +81,7 @@ class Gradients:
         chunks = [part for p in self.parameters for part in local(p.grad).reshape(-1).split(chunk)]
         norms = torch.stack(torch_private.norms(chunks, dtype=torch.float32))
         squared_norm = norms.square().sum() / self.replicas
-        sums = torch.stack((self.local_loss, torch.full_like(self.local_loss, local_tokens), squared_norm))
+        sums = torch.stack((self.local_loss, torch.full_like(self.local_loss, local_units), squared_norm))
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return sums.unbind()

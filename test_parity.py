@@ -221,8 +221,8 @@ def whole_tensor(x: Tensor) -> Tensor:
 class Recorder(Gradients):
     """Keeps the gradients per trained token, as whole tensors, before the update frees them."""
 
-    def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        loss, tokens, squared_norm = sums = super().global_sums(local_loss, local_tokens)
+    def global_sums(self, local_loss: Tensor, local_units: int) -> tuple[Tensor, Tensor, Tensor]:
+        loss, tokens, squared_norm = sums = super().global_sums(local_loss, local_units)
         gradients = [whole_tensor(p.grad) / tokens.cpu() for p in self.parameters]
         self.seen = [(loss / tokens).cpu(), (squared_norm.sqrt() / tokens).cpu(), *gradients]
         return sums

@@ -1,5 +1,5 @@
-"""Trains a Llama or GPT model: the way of a token from the disk to the optimizer, on one page. Each call names the
-file with its details.
+"""Trains a Llama or GPT model: the way of a token from the disk to the optimizer, on one page. The imports name
+the file of each call.
 
     python train.py [@recipes/NAME.args ...] [--flag value ...]        one process
     torchrun --nproc-per-node N train.py ...          one process per GPU, as `bash launch.sh` starts it
