@@ -14,12 +14,14 @@ training, the model goes on as if the text began with its newer half."""
 
 import argparse
 import contextlib
+import inspect
 import json
 import math
 import runpy
 import sys
+import traceback
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -355,7 +357,8 @@ def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
 
 def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> None:
     """Samples the answers that are missing in --out. Which of them share a batch depends on the prompts only, and each
-    has random numbers of its own: neither ranks nor a kill change an answer. All ranks must call."""
+    has random numbers of its own: neither ranks nor a kill change an answer. A changed file of --reward judges all
+    answers again. All ranks must call."""
     from huggingface_hub.utils import tqdm
 
     def read(row: dict) -> tuple[list[int], dict, dict]:
@@ -366,40 +369,68 @@ def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> No
         others = {name: value for name, value in fields.items() if name not in (*PROMPTS, "system")}
         return ids, {"prompt": prompt} | json.loads(json.dumps(others, default=str)), row  # .parquet has dates
 
-    file, _, name = (args.reward or "").rpartition(":")
-    reward = runpy.run_path(file).get(name) if Path(file).is_file() else None  # runs in this process
-    if args.reward and not reward:
-        raise UserError(f"--reward {args.reward}: expected FILE.py:NAME, where NAME is a function of FILE.py")
+    reward, version = load_reward(args.reward) if args.reward else (None, 0)
     prompts = on_every_rank(lambda: read_rows(args.prompts, "--prompts", read), ranks)
     on_first_rank(lambda: begin_answers(args, source.name, prompts), ranks)
     todo = [(n, k) for n in range(len(prompts)) for k in range(args.samples)]
     batches = {Path(args.out, f"batches/{i}.json"): todo[i : i + args.batch] for i in range(0, len(todo), args.batch)}
-    missing = on_first_rank(lambda: [file for file in batches if not file.exists()], ranks)
+    missing = on_first_rank(lambda: [file for file in batches if read_json(file).get("reward") != version], ranks)
     model = source.load(args.dtype, ranks)
     for file in tqdm(missing[ranks.rank :: ranks.world_size], unit="batch", disable=ranks.rank > 0):
-        texts, answers = [], []
-        for n, k in batches[file]:
-            ids, fields, _ = prompts[n]
-            how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
-            texts.append(Text(source.tokenizer, ids, *how))
-        for _ in sample(model, texts, source.context, **args.how):
-            pass
-        for (n, k), text in zip(batches[file], texts, strict=True):
-            _, fields, row = prompts[n]
-            answers.append(fields | {"sample": k, "completion": text.answer, "finish": text.finish})
-            if isinstance(fields["prompt"], str):
-                answers[-1]["text"] = fields["prompt"] + text.answer  # for --text_field text
-            if reward:
-                answers[-1]["reward"] = value = float(reward(fields["prompt"], text.answer, row))
-                if not math.isfinite(value):
-                    raise Failure(f"--reward {args.reward} gives {value} for {row!r:.200}")
-        write_json(file, answers)
+        answers = read_json(file).get("answers") or answer_batch(model, source, args, prompts, batches[file])
+        if reward:
+            write_json(file, {"answers": answers})  # a mistake in the function does not lose them
+            for (n, _), answer in zip(batches[file], answers, strict=True):
+                answer["reward"] = judge(args.reward, reward, answer, prompts[n][-1])
+        write_json(file, {"reward": version, "answers": answers})
     on_first_rank(lambda: write_results(args, batches), ranks)
+
+
+def answer_batch(
+    model: Transformer, source: Source, args: argparse.Namespace, prompts: list, batch: list
+) -> list[dict]:
+    """batch: the numbers of its prompts and samples -> rows of answers.jsonl, without rewards"""
+    texts, answers = [], []
+    for n, k in batch:
+        ids, fields, _ = prompts[n]
+        how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
+        texts.append(Text(source.tokenizer, ids, *how))
+    for _ in sample(model, texts, source.context, **args.how):
+        pass
+    for (n, k), text in zip(batch, texts, strict=True):
+        _, fields, _ = prompts[n]
+        answers.append(fields | {"sample": k, "completion": text.answer, "finish": text.finish})
+        if isinstance(fields["prompt"], str):
+            answers[-1]["text"] = fields["prompt"] + text.answer  # for --text_field text
+    return answers
+
+
+def load_reward(spec: str) -> tuple[Callable, int]:
+    """spec: FILE.py:NAME -> (the function, which runs in this process, a number that changes with its file)"""
+    file, _, name = spec.rpartition(":")
+    try:
+        reward = runpy.run_path(file)[name]
+        inspect.signature(reward).bind("prompt", "answer", {})
+    except Exception as e:
+        expected = "expected FILE.py:NAME, where NAME is a function of FILE.py that takes prompt, answer, row"
+        raise UserError(f"--reward {spec}: {expected}: {type(e).__name__}: {e}") from None
+    return reward, zlib.crc32(Path(file).read_bytes())
+
+
+def judge(spec: str, reward: Callable, answer: dict, row: dict) -> float:
+    try:
+        value = float(reward(answer["prompt"], answer["completion"], row))
+    except Exception as e:
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        value = f"{type(e).__name__}: {e} ({last.filename} line {last.lineno})"
+    if isinstance(value, str) or not math.isfinite(value):
+        raise Failure(f"--reward {spec} gives {value} for {row!r:.200}")
+    return value
 
 
 def write_results(args: argparse.Namespace, batches: Iterable[Path]) -> None:
     """Writes answers.jsonl; with rewards also best.jsonl, rows for fine-tuning, and pairs.jsonl, rows for --dpo."""
-    answers = [answer for file in batches for answer in json.loads(file.read_text())]
+    answers = [answer for file in batches for answer in read_json(file)["answers"]]
     files = {"answers": answers} | ({"best": [], "pairs": []} if args.reward else {})
     for i in range(0, len(answers) if args.reward else 0, args.samples):
         ordered = sorted(answers[i : i + args.samples], key=itemgetter("reward"))

@@ -385,8 +385,10 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     ("--run {empty}", "config.json cannot be read"),
     ("--run {llama3} --prompts {rows} --out {new}", "rows.jsonl row 2: Chat message 0: expected"),
     ("--run {llama3} --prompts {rows} --out {empty}", "exists, without answers"),
-    ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:x", "expected FILE.py:NAME"),
+    ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:x", "expected FILE.py:NAME.*KeyError: 'x'"),
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:undefined --tokens 1", "gives nan for {'prompt"),
+    ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:two", "takes prompt, answer, row: TypeError: too"),
+    ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:fails --tokens 1", "ZeroDivision.*rules.py line 8"),
     ("--run {run} --score {none}", "none.jsonl has no rows"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
@@ -413,6 +415,9 @@ def vowels(prompt, answer, row):
 
 def undefined(prompt, answer, row):
     return float("nan")
+
+def fails(prompt, answer, row): return 1 / 0
+def two(prompt, answer): return 1
 """
 ASKED = [
     {"prompt": "The function returns", "id": "first", "answer": 7, "messages": [{"role": "user", "content": ""}]},
@@ -526,3 +531,13 @@ def test_rewards_choose_rows_that_training_reads(tmp_path):
     (chats,) = make_loader(settled_args([*flags, str(tmp_path / "out/best.jsonl")])).sources
     (source,) = make_loader(settled_args([*flags, str(tmp_path / "out/pairs.jsonl"), "--dpo", "sigmoid"])).sources
     assert chats.is_chat and source.pair_count == len(pairs) * 19 // 20
+
+
+def test_another_version_of_a_reward_judges_the_same_answers(tmp_path, monkeypatch):
+    save_run(tmp_path / "run")
+    words = ["--run", tmp_path / "run", "--tokens", 12, "--reward", f"{tmp_path}/rules.py:vowels"]
+    before = ask(tmp_path, ASKED, *words)
+    monkeypatch.setattr("test_generate.REWARD", REWARD.replace('row.get("bonus", 0)', "100"))
+    monkeypatch.setattr("generate.sample", None)
+    after = ask(tmp_path, ASKED, *words)
+    assert after == [row | {"reward": row["reward"] + 100} for row in before]
