@@ -70,6 +70,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     else:
         misplaced = args.samples > 1 or args.reward or args.stop or not args.score and args.out
         misplaced = misplaced or args.score and (args.prompt or args.chat)
+    samples = "temperature", "top_k", "top_p", "tokens", "seed"
+    unused = [*(() if args.prompts else ("batch",)), *(samples if args.score else ())]
+    if changed := [f"--{name}" for name in unused if getattr(args, name) != FLAGS[f"--{name}"]["default"]]:
+        raise UserError(f"{changed[0]} has no effect here")
     if misplaced:
         raise UserError(
             "expected --prompts FILE --out DIR, for which --samples, --reward and --stop are, or --score FILE without"
@@ -355,6 +359,15 @@ def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
     write_json(path, settings)
 
 
+def begin_scores(args: argparse.Namespace) -> None:
+    """Refuses an --out that cannot be written now, not after all the work."""
+    if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        open(args.out, "a").close()
+        if Path(args.score).exists() and Path(args.out).samefile(args.score):
+            raise UserError(f"--out {args.out} is the file of --score, which it would replace")
+
+
 def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> None:
     """Samples the answers that are missing in --out. Which of them share a batch depends on the prompts only, and each
     has random numbers of its own: neither ranks nor a kill change an answer. A changed file of --reward judges all
@@ -452,7 +465,7 @@ def main(argv: list[str]) -> None:
         return leave(ranks)
     if args.score:
         rows = on_every_rank(lambda: score.read_questions(args.score, "--score", source), ranks)
-        on_first_rank(lambda: args.out and open(args.out, "a").close(), ranks)  # refused now, not after all the work
+        on_first_rank(lambda: begin_scores(args), ranks)
         results = score.score(source.load(args.dtype, ranks), rows, ranks, shows=True)
         if ranks.rank == 0:
             score.report(results, args.out)

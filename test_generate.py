@@ -390,6 +390,8 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:two", "takes prompt, answer, row: TypeError: too"),
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:fails --tokens 1", "ZeroDivision.*rules.py line 8"),
     ("--run {run} --score {none}", "none.jsonl has no rows"),
+    ("--score x --temperature 0", "--temperature has no effect"), ("--batch 2", "--batch has no effect"),
+    ("--run {llama3} --score {questions} --out {questions}", "is the file of --score"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
@@ -397,10 +399,11 @@ def test_mistakes_are_refused(hub, tmp_path, words, message):
         save_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.jsonl").touch()
+    (tmp_path / "questions.jsonl").write_text('{"text": "x"}')
     (tmp_path / "rules.py").write_text(REWARD)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n' + '{"text": "x"}\n' * ("row 2" in message))
     names = {name: tmp_path / name for name in ("run", "empty", "new")}
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("rows", "none")}
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("rows", "none", "questions")}
     files |= {"rules": tmp_path / "rules.py", "llama3": hub("llama3")[0]}
     words = words.format(**names, **files).split()
     with pytest.raises(Message, match=message):

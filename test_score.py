@@ -186,8 +186,10 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert f"lm_eval --model hf --model_args 'pretrained={run}/hf' --tasks" in output
     main(["--run", str(run), "--score", questions])
     assert f"{found[12]:.4f}" in capsys.readouterr().out
-    with pytest.raises(FileNotFoundError):  # before it scores
-        main(["--run", str(run), "--score", questions, "--out", str(tmp_path / "no/scores.jsonl")])
+    main(["--run", str(run), "--score", questions, "--out", str(tmp_path / "new/scores.jsonl")])
+    assert len((tmp_path / "new/scores.jsonl").read_text().splitlines()) == len(rows)
+    with pytest.raises(FileExistsError):  # before it scores
+        main(["--run", str(run), "--score", questions, "--out", f"{questions}/scores.jsonl"])
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)
     assert "no row has choices" in output
