@@ -265,12 +265,12 @@ class Log(AbstractContextManager):
             self.picture.finish(DRAW_EVERY) if last else self.picture.start(0.0)
 
     def _draw(self) -> None:
-        """In another process, which needs no torch."""
+        """In another process, which needs no torch and outlives a Ctrl-C, which ends the run after a last save."""
         folder = self.run.folder.absolute()
         new = folder / "curves.tmp.png"
         code = "import sys, pathlib, curves; curves.draw_runs([pathlib.Path(sys.argv[1])], sys.argv[2])"
         command = sys.executable, "-c", code, str(folder), str(new)
-        subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=True)
+        subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=True, start_new_session=True)
         os.replace(new, folder / "curves.png")
 
 

@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -199,6 +200,15 @@ def write_run(folder: Path, losses: list[float], step_tokens: int) -> str:
     rows = ({"step": i, "tokens": i * step_tokens, "loss": loss} for i, loss in enumerate(losses, 1))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
+
+
+def test_a_ctrl_c_does_not_reach_the_drawing(tmp_path, monkeypatch):
+    """A terminal sends it to all processes of the session's group in the foreground."""
+    code = "import os\ndef draw_runs(folders, out): open(out, 'w').write(str(os.getsid(0)))"
+    (tmp_path / "curves.py").write_text(code)
+    monkeypatch.setattr("log.ROOT", tmp_path)
+    Log._draw(mock.Mock(run=mock.Mock(folder=tmp_path)))
+    assert int((tmp_path / "curves.png").read_text()) != os.getsid(0)
 
 
 def drawn_lines(save: mock.Mock) -> dict[str, list]:
