@@ -148,11 +148,12 @@ def check(config: Config) -> int:
 
 
 def say_finished(config: Config, step: int) -> None:
-    more = f"--steps {2 * step}" + " --patience 0" * bool(config.patience)
+    more = f"--steps {2 * step} " * (step >= config.steps) + "--patience 0" * bool(config.patience)
     out = shlex.quote(config.out)
+    early = f" of {config.steps}, which --patience ended" * (step < config.steps)
     print(
-        f"{config.out} is finished after step {step}, with its weights in {config.out}/hf. For a sample:"
-        f" python generate.py --run {out} --prompt 'The'. The same command continues with {more}"
+        f"{config.out} is finished after step {step}{early}, with its weights in {config.out}/hf. For a sample:"
+        f" python generate.py --run {out} --prompt 'The'. The same command continues with {more.strip()}"
     )
 
 

@@ -294,8 +294,8 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(tmp_
     before = metrics(run)
     for more in ([], ["--check"]):
         output = run_here(run, *flags, "--patience", 3, *more)
-        assert "is finished after step 10" in output and "python generate.py --run" in output
-        assert "continues with --steps 20 --patience 0" in output
+        assert "after step 10 of 20, which --patience ended, with" in output and "python generate.py --run" in output
+        assert "continues with --patience 0\n" in output
     assert '"state": "finished"' in output and metrics(run) == before
     shutil.rmtree(run / "hf")  # the export was interrupted
     (run / "status.json").unlink()
