@@ -72,6 +72,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         misplaced = misplaced or args.score and (args.prompt or args.chat)
     samples = "temperature", "top_k", "top_p", "tokens", "seed"
     unused = [*(() if args.prompts else ("batch",)), *(samples if args.score else ())]
+    if "" in args.stop:
+        raise UserError("--stop: every answer holds an empty text")
     if changed := [f"--{name}" for name in unused if getattr(args, name) != FLAGS[f"--{name}"]["default"]]:
         raise UserError(f"{changed[0]} has no effect here")
     if misplaced:
@@ -266,6 +268,8 @@ class Source(NamedTuple):
         """Takes the prompt out of the fields of a row -> (its ids, its text or messages). A text is continued; with
         `chat` or a system message it is a message of the user. The answer at the end of a conversation is left out."""
         prompt = take_prompt(fields)
+        if prompt == []:
+            raise UserError(f"the prompt is missing or empty: expected a field of {', '.join(PROMPTS)}")
         if isinstance(prompt, str) and not (chat or fields.get("system")):
             return self.encode(prompt), prompt
         turns = {"prompt": prompt, "completion": []}

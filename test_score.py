@@ -136,7 +136,7 @@ def test_texts_have_the_losses_of_transformers(tmp_path, hub, capsys, name):  # 
 
 @pytest.mark.parametrize("row, message", [
     ({"prompt": "a"}, "expected a text, or prompt"), ({"text": ""}, "expected a text, or prompt"),
-    ({"choices": ["a"], "answer": 0}, "message 0: expected system or developer or user"),
+    ({"choices": ["a"], "answer": 0}, "the prompt is missing"),
     ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", ""], "answer": 0}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": [1, 2], "answer": 1}, "expected a text, or prompt"),
