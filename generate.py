@@ -364,12 +364,14 @@ def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
 
 
 def begin_scores(args: argparse.Namespace) -> None:
-    """Refuses an --out that cannot be written now, not after all the work."""
+    """Refuses an --out that cannot be written, or holds anything but scores, now and not after all the work."""
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        open(args.out, "a").close()
-        if Path(args.score).exists() and Path(args.out).samefile(args.score):
-            raise UserError(f"--out {args.out} is the file of --score, which it would replace")
+        out = Path(args.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Not, for example, the questions, or /dev/stdout.
+        if out.exists() and (not out.is_file() or out.read_bytes()[:8] not in (b"", b'{"row": ')):
+            raise UserError(f"--out {out} exists, and is no file of scores: give a new one")
+        open(out, "a").close()
 
 
 def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> None:

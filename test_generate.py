@@ -390,9 +390,10 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:two", "takes prompt, answer, row: TypeError: too"),
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:fails --tokens 1", "ZeroDivision.*rules.py line 8"),
     ("--run {run} --score {none}", "none.jsonl has no rows"),
+    ("--run {llama3} --score {questions} --out /dev/null", "no file of scores"),
     ("--prompts x --out y --stop= ", "an empty text"),
     ("--score x --temperature 0", "--temperature has no effect"), ("--batch 2", "--batch has no effect"),
-    ("--run {llama3} --score {questions} --out {questions}", "is the file of --score"),
+    ("--run {llama3} --score {questions} --out {questions}", "no file of scores"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
