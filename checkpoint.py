@@ -127,12 +127,17 @@ class Best:
     ranks have the same."""
 
     def __init__(self, config: Config, resume_from: "Checkpoint | None"):
-        """Continues from a checkpoint, unless its best one is not in this run folder."""
+        """Continues from a checkpoint, unless its best one is not in this run folder, or was judged by other data."""
         self.name, self.patience = config.keep_best, config.patience
         self.value, self.step, self.since = math.inf, 0, 0  # value: small is good; since: evaluations after the best
         self.reason = ""  # why the run ends before --steps
         saved = resume_from and resume_from.manifest.get("best")
-        if saved and saved["name"] == self.name and step_folder(Path(config.out), saved["step"]).exists():
+        data = "eval_score" if self.name == "score_acc" else "val_data"
+        if not saved or saved["name"] != self.name:
+            return
+        if getattr(resume_from.config, data) != getattr(config, data):
+            logger.warning(f"Another --{data}: the best {self.name} so far is forgotten")
+        elif step_folder(Path(config.out), saved["step"]).exists():
             reason = saved["reason"] if saved["patience"] == self.patience else ""
             vars(self).update(saved, patience=self.patience, reason=reason)
 
