@@ -126,8 +126,9 @@ class Best:
     """The best evaluation of a run so far, by --keep_best. Its checkpoint is kept in addition to the newest ones. All
     ranks have the same."""
 
-    def __init__(self, config: Config, resume_from: "Checkpoint | None"):
-        """Continues from a checkpoint, unless its best one is not in this run folder, or was judged by other data."""
+    def __init__(self, config: Config, resume_from: "Checkpoint | None", warnings: list[str]):
+        """Continues from a checkpoint, unless its best one is not in this run folder, or was judged by other data, of
+        which it adds a warning."""
         self.name, self.patience = config.keep_best, config.patience
         self.value, self.step, self.since = math.inf, 0, 0  # value: small is good; since: evaluations after the best
         self.reason = ""  # why the run ends before --steps
@@ -136,7 +137,7 @@ class Best:
         if not saved or saved["name"] != self.name:
             return
         if getattr(resume_from.config, data) != getattr(config, data):
-            logger.warning(f"Another --{data}: the best {self.name} so far is forgotten")
+            warnings.append(f"Another --{data}: the best {self.name} so far is forgotten")
         elif step_folder(Path(config.out), saved["step"]).exists():
             reason = saved["reason"] if saved["patience"] == self.patience else ""
             vars(self).update(saved, patience=self.patience, reason=reason)

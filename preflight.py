@@ -129,11 +129,12 @@ def check(config: Config) -> int:
     config = settle(config, ranks)
     resume_from, damaged = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
+    best = checkpoint.Best(config, resume_from, damaged)
     for message in damaged + config.warnings:
         print(message)
     about = {"out": config.out, "device": ranks.device.type, "processes": ranks.world_size}
     about["state"] = "resume" if resume_from else "fresh"
-    is_done = resume_from and (resume_from.step >= config.steps or checkpoint.Best(config, resume_from).reason)
+    is_done = resume_from and (resume_from.step >= config.steps or best.reason)
     if is_done and checkpoint.is_finished(config, resume_from.step):
         about["state"] = "finished"
         say_finished(config, resume_from.step)

@@ -193,7 +193,8 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
         main(["--run", str(run), "--score", questions, "--out", f"{questions}/scores.jsonl"])
     flags[-1] = write(tmp_path / "others.jsonl", [row | {"choices": ["xx", "and"]} for row in rows])
     output = run_here(run, *flags, "--steps", 16, "--keep_best", "score_acc")
-    assert "the best score_acc so far is forgotten" in output and "hf/ has step 16: best score_acc" in output
+    forgotten = "the best score_acc so far is forgotten" in (run / "log.txt").read_text()
+    assert forgotten and "hf/ has step 16: best score_acc" in output
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)
     assert "no row has choices" in output

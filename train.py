@@ -68,7 +68,7 @@ def train(config: Config, run: Run) -> None:
     resume_from, damaged = checkpoint.find(config, ranks)
     checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
-    run.best = best = checkpoint.Best(config, resume_from)
+    run.best = best = checkpoint.Best(config, resume_from, damaged)
     if start >= config.steps or best.reason:
         if not checkpoint.is_finished(config, start):  # its export was interrupted
             run.begin(start)
