@@ -67,7 +67,7 @@ def make_batch(config, length: int = 128) -> Batch:
 
 def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **changes):
     """-> resolved flags, with changes; a filled model, as train.py makes it; the mesh."""
-    config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
+    config = parse_args(f"--model tiny-llama --tokenizer bytes {TINY} {flags}".split())
     config, ranks = replace(preflight.settle(config, replace(ALONE, device=device)), **changes), Ranks(0, 1, device)
     grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
     return config, fill(train.build(config, ranks, grid)), grid
