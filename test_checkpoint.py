@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -221,6 +222,21 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     checkpoint.main([*words[:2], str(tmp_path / "half"), "--dtype", "bf16", "--tokenizer", str(tmp_path / "one")])
     assert_same_weights(load_model(tmp_path / "half", torch.bfloat16), model, torch.bfloat16)
     assert (tmp_path / "half/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
+
+
+def test_copies_for_a_save_start_no_threads_of_openmp():
+    """With more of them than cores, the threads of training no longer spin, and its steps take longer."""
+    with ThreadPoolExecutor(1) as thread:
+        names = lambda: {*os.listdir("/proc/self/task")}  # noqa: E731
+        tensors, threads = {"x": torch.ones(2**22), "step": torch.tensor(3.0)}, torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)  # itself starts some
+            before = thread.submit(names).result()
+            copies = thread.submit(HostCopies(ALONE.device).make, tensors).result()
+            assert thread.submit(names).result() <= before
+        finally:
+            torch.set_num_threads(threads)
+    assert all(copies[key].equal(tensor) for key, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("chunk", [0, 1000])
