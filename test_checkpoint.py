@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import plan
@@ -224,19 +224,25 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     assert (tmp_path / "half/tokenizer.json").read_bytes() == (tmp_path / "one/tokenizer.json").read_bytes()
 
 
-def test_copies_for_a_save_start_no_threads_of_openmp():
-    """With more of them than cores, the threads of training no longer spin, and its steps take longer."""
-    with ThreadPoolExecutor(1) as thread:
-        names = lambda: {*os.listdir("/proc/self/task")}  # noqa: E731
-        tensors, threads = {"x": torch.ones(2**22), "step": torch.tensor(3.0)}, torch.get_num_threads()
-        try:
-            torch.set_num_threads(3)  # itself starts some
-            before = thread.submit(names).result()
-            copies = thread.submit(HostCopies(ALONE.device).make, tensors).result()
-            assert thread.submit(names).result() <= before
-        finally:
-            torch.set_num_threads(threads)
-    assert all(copies[key].equal(tensor) for key, tensor in tensors.items())
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.add(operator.name().split(".")[0])
+        return operator(*args, **(kwargs or {}))
+
+
+def test_copies_for_a_save_run_no_operator_of_torch():
+    """One that computes or copies starts threads of OpenMP for the thread of saves. With more threads than cores, those
+    of training no longer spin, and its steps take longer."""
+    tensors = {"x": torch.arange(12.0).view(3, 4), "bf16": torch.ones(5, dtype=torch.bfloat16), "n": torch.tensor(3.0)}
+    tensors["nothing"] = torch.ones(0, 4)  # of a rank beyond the end of an uneven tensor
+    with Operators() as seen:
+        copies = HostCopies(ALONE.device).make(tensors)
+    assert seen.names <= {"aten::view", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::slice"}
+    assert all(copies[key].equal(tensor) and copies[key].dtype == tensor.dtype for key, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("chunk", [0, 1000])

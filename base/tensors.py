@@ -185,7 +185,9 @@ class HostCopies:
     def make(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies by the same names, valid until the next call."""
         for key in tensors.keys() - self.copies.keys():
-            self.copies[key] = torch.empty_like(tensors[key], device="cpu", memory_format=torch.contiguous_format)
+            x = tensors[key]  # not torch.empty, which --deterministic fills; see _copy
+            values = torch.from_numpy(np.empty(max(x.nbytes, x.itemsize), np.uint8)).view(x.dtype)
+            self.copies[key] = values[: x.numel()].view(x.shape)
         copies = {key: self.copies[key] for key in tensors}
         if self.chunks:
             self._through_chunks(tensors, copies)
