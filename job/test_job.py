@@ -48,7 +48,8 @@ def vote() -> None:
     else:
         ranks.store.wait(["dumped"])
         dist.all_reduce(run.pending_vote[1], group=ranks.control)
-    assert watchdog.Watchdog._dump(mock.Mock(run=run, ranks=ranks)) == []
+    while watchdog.Watchdog._dump(mock.Mock(run=run, ranks=ranks)):  # torch's own thread notes that it is over
+        time.sleep(0.1)
     leave(ranks)
 
 
