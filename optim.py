@@ -180,9 +180,9 @@ def make_optimizer(model: nn.Module, config) -> "Optimizer":
         {"params": others, "weight_decay": decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if config.optimizer == "muon":
-        return Muon(by_muon, groups, config)
-    return AdamW(groups, config)
+    optimizer = Muon(by_muon, groups, config) if config.optimizer == "muon" else AdamW(groups, config)
+    logger.info("Created optimizer")
+    return optimizer
 
 
 class Optimizer:

@@ -10,7 +10,6 @@ clips, and updates the parameters with AdamW or Muon. Between records Python run
 therefore always has work. `Gradients.check` in optim.py draws this as a time line.
 """
 
-import gc
 from types import SimpleNamespace
 
 from base import errors
@@ -70,10 +69,7 @@ def train(config: Config, run: Run) -> None:
     start = resume_from.step if resume_from else 0
     run.best = best = checkpoint.Best(config, resume_from, damaged)
     if start >= config.steps or best.reason:
-        if not checkpoint.is_finished(config, start):  # its export was interrupted
-            run.begin(start)
-            finish(config, run, start, best)
-        return on_first_rank(lambda: preflight.say_finished(config, start), ranks)
+        return finish_again(config, run, start, best)
     run.begin(start, damaged + config.warnings)
     data, val_data, questions, read_weights = preflight.open_inputs(config, resume_from, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
@@ -83,15 +79,13 @@ def train(config: Config, run: Run) -> None:
     model = build(config, ranks, mesh, row_group)
     weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
     optimizer = make_optimizer(model, config)
-    logger.info("Created optimizer")
     fill(model, optimizer, data, resume_from, read_weights, config, ranks)
     objective = preferences.make_objective(config, run, model, weight_scales, data, val_data, resume_from)
-    spikes = resume_from.manifest.get("spikes", ()) if resume_from else ()
-    gradients = Gradients(model, config, ranks, mesh, spikes)
+    gradients = Gradients(model, config, ranks, mesh, resume_from.manifest.get("spikes", ()) if resume_from else ())
     saver = checkpoint.Saver(config, run, model, optimizer, data, start)
     log = Log(config, run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    with saver, log, host.without_collector(), profile_steps(config.profile, run) as profiler:
+    with saver, log, host.without_collector() as collect, profile_steps(config.profile, run) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
@@ -112,19 +106,14 @@ def train(config: Config, run: Run) -> None:
                 log.step(step, loss, grad_norm, lr, val | gradients.count_skipped())
             if todo.save:
                 probe = micro_batches[0].tokens[0]  # a resume computes its loss again
-                facts = {"spikes": gradients.accepted_values()}
-                facts |= {"best": {**vars(best)}} if best.step else {}
+                facts = {"spikes": gradients.accepted_values()} | ({"best": {**vars(best)}} if best.step else {})
                 log.add(step, save_ms=saver.save(step, probe, facts, last=todo.stop or step == config.steps))
             if todo.evaluate or todo.save:
                 log.add(step, **fp8.watched(model))
                 log.draw()
             if todo.sample:
                 log.add(step, sample=write_samples(config, run, model, step))
-            if step == start + 1:
-                gc.collect()
-                gc.freeze()  # later passes skip what the run keeps, which takes them a hundred times as long
-            elif todo.record:
-                gc.collect(2 if todo.save else 1)  # at the same step on all ranks
+            collect(todo.record, todo.save)
             if todo.stop:
                 break
             run.clock.switch("steps", step)
@@ -132,6 +121,15 @@ def train(config: Config, run: Run) -> None:
     if todo.stop and not best.reason:
         return run.end("stopped", step)
     finish(config, run, step, best)
+
+
+def finish_again(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
+    """For a run that has nothing left to train: exports it, if its export was interrupted, and tells that it is
+    finished. All ranks must call."""
+    if not checkpoint.is_finished(config, step):
+        run.begin(step)
+        finish(config, run, step, best)
+    on_first_rank(lambda: preflight.say_finished(config, step), run.ranks)
 
 
 def actions_after(config: Config, step: int, stops: bool, save: bool) -> SimpleNamespace:

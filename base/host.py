@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,12 +181,23 @@ def compiler_problem() -> str:
 
 
 @contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Within, Python collects garbage only on request. Its own passes take up to 0.3 s, at another moment on each rank,
-    and every time all ranks wait for one."""
+def without_collector() -> Iterator[Callable[[bool, bool], None]]:
+    """-> collect(record, save), for the end of each step. Within, Python collects garbage only there: its own passes
+    take up to 0.3 s, at another moment on each rank, and every time all ranks wait for one."""
+    is_first = True
+
+    def collect(record: bool, save: bool) -> None:
+        nonlocal is_first
+        if is_first:
+            gc.collect()
+            gc.freeze()  # later passes skip what the run keeps, which takes them a hundred times as long
+        elif record:
+            gc.collect(2 if save else 1)
+        is_first = False
+
     gc.disable()
     try:
-        yield
+        yield collect
     finally:
         gc.unfreeze()
         gc.enable()
