@@ -243,7 +243,7 @@ class Torn(io.FileIO):
 
 
 def test_what_a_disk_refuses_is_written_later_and_once(tmp_path, monkeypatch, caplog):
-    """Of what is too much to keep, the last is left out."""
+    """Texts that are too many to keep are left out, and counted."""
     monkeypatch.setattr(background, "PAUSES", (0.01,))
     monkeypatch.setattr(background, "KEPT", 4)
     file = background.Appender(tmp_path / "a")
@@ -258,6 +258,7 @@ def test_what_a_disk_refuses_is_written_later_and_once(tmp_path, monkeypatch, ca
     file.finish(60)
     assert (tmp_path / "a").read_text() == "line 0\nline 1\nline 2\nline 3\nline 4\n"
     assert caplog.text.count("a fails and is tried again; the run continues: OSError") == 1
+    assert caplog.text.count("a lacks 2 texts: the disk failed for too long") == 1
 
 
 def test_what_is_asked_for_while_work_is_done_is_done_after_it():

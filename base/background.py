@@ -1,5 +1,5 @@
-"""Work that never stops training: records, the status, pictures, trackers. It is done in threads, which try again until
-the disk or the network answers. Imports nothing of the project, because the log is written here, too."""
+"""Work that never stops training: records, the status, pictures, trackers. Threads do it, and try again until
+the disk or the network answers. The log is also written here, so this file imports nothing of the project."""
 
 import logging
 import threading
@@ -15,12 +15,12 @@ logger = logging.getLogger("flatland")
 
 
 class Background:
-    """Work in a thread of its own. Of errors in a row the first is a warning."""
+    """Work in a separate thread. The first of several errors in a row is logged as a warning."""
 
     def __init__(self, name: str, work: Callable[[], object]):
         self.name, self.work = name, work
         self.thread, self.turn = threading.Thread(), threading.Lock()
-        self.waits = False  # whether a thread has not begun, which will do all that there is to do
+        self.waits = False  # whether a thread is about to begin, which will do everything
 
     def start(self, patience: float = SOON) -> None:
         """Does the work, once more if it is being done. Then it does not wait, else at most `patience` seconds."""
@@ -37,7 +37,7 @@ class Background:
         self.start(0.0)
         self.thread.join(patience)
         if self.thread.is_alive():
-            logger.warning(f"{self.name} does not end: what is left of it is lost")
+            logger.warning(f"{self.name} does not end: the rest of it is lost")
 
     def _try(self) -> None:
         with self.turn:
@@ -58,12 +58,14 @@ class Appender(Background):
 
     def __init__(self, path: Path):
         super().__init__(str(path), self._append)
-        self.path, self.waiting = path, []
+        self.path, self.waiting, self.lost = path, [], 0
         self.intact = None  # the size of the file before a write that failed
 
     def write(self, text: str) -> None:
         if len(self.waiting) < KEPT:
             self.waiting.append(text)
+        else:
+            self.lost += 1
 
     def flush(self) -> None:
         self.start()
@@ -79,3 +81,6 @@ class Appender(Background):
             file.write("".join(texts).encode(errors="backslashreplace"))
         self.intact = None
         del self.waiting[: len(texts)]
+        if self.lost:
+            lost, self.lost = self.lost, 0
+            logger.warning(f"{self.path} lacks {lost} texts: the disk failed for too long")
