@@ -1,5 +1,5 @@
-"""What the flags of a run name on this disk: the model, its tokenizer, an adapter, and the data. It imports torch only
-for adapters, so that a user's mistake is told at once. preflight.py and data.py call it."""
+"""Finds the model, its tokenizer, an adapter and the data that flags name on this disk. It imports torch only for
+adapters, so that a user sees a mistake at once. preflight.py and data.py call it."""
 
 import glob
 import os
@@ -67,7 +67,7 @@ def _settle_adapters(config: Config) -> Config:
 
 
 def settle_inputs(config: Config) -> Config:
-    """Settles the model of a run that trains, and refuses what its start cannot find on this disk, or what was likely
+    """Settles the model of a run that trains, and refuses files that are not on this disk, and flags that were likely
     forgotten."""
     chose_bytes = config.tokenizer == "bytes"
     config = settle_model(config)
@@ -82,7 +82,7 @@ def settle_inputs(config: Config) -> Config:
         for path, _ in map(split_weight, getattr(config, flag)):
             local = os.path.expanduser(path)
             if "://" not in path and not os.path.exists(local) and not glob.glob(local):
-                find_files(path, f"--{flag}")  # tells what is missing
+                find_files(path, f"--{flag}")  # names the missing file
     return config
 
 

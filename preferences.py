@@ -1,4 +1,4 @@
-"""Training on pairs of answers to one prompt, of which one was preferred: DPO and its relatives.
+"""Training on pairs of answers to one prompt, the preferred and the other one: DPO and its relatives.
 
 A pair is two neighbouring documents of a packed row, the chosen conversation and then the rejected one. Only the tokens
 of their last answers are trained on. Let log p be the sum of an answer's log-probabilities, n their number, and p_ref
@@ -112,7 +112,7 @@ def pair_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> (the loss summed over the pairs; their number; the sums of FIGURES, fp64 without gradient)"""
     logp, tokens = pair_sums(losses, targets, positions, pairs.shape[1])
-    tokens = tokens.clamp(min=1)  # where there is no pair
+    tokens = tokens.clamp(min=1)  # places without a pair have none
     each, rewards = pair_losses(logp, tokens, reference, objective)
     loss = torch.where(pairs, each, 0).sum()
     chosen, rejected = rewards.unbind(-1)
@@ -128,9 +128,9 @@ def pair_loss(
 @torch.no_grad()
 def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     """log p of both answers of each pair that the first `steps` steps of a Loader visit, [pairs, 2] fp32; NaN for the
-    others. The passes are those of training, so that at the first step log p is bit-equal. All ranks must call."""
+    others. The passes are training's, so that log p of the first step is bit-equal. All ranks must call."""
     count = int(data.pair_begins[-1])
-    values, visits = torch.full((count, 2), -torch.inf), torch.full((count,), torch.inf)  # log p, and in which step
+    values, visits = torch.full((count, 2), -torch.inf), torch.full((count,), torch.inf)  # log p, and its step
     reported = time.perf_counter()
     for step, micro_batches in enumerate(itertools.islice(copy(data), steps)):
         for batch in micro_batches:
@@ -197,7 +197,7 @@ def _read_reference(run: Path, resume_from: Path, keys: list[str], steps: int) -
             if stored["steps"] >= steps:
                 return [stored[key] for key in keys]
             problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"
-    except Exception as e:  # a damaged archive leads to any kind; one that lacks a split, to a KeyError
+    except Exception as e:  # any kind, if the archive is damaged; a KeyError, if it lacks a split
         problem = f"cannot be read: {e}"
     raise UserError(
         f"{path} {problem}. A resume needs the log-probabilities of the weights before the first step: restore the"

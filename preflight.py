@@ -40,11 +40,11 @@ SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s><
 
 
 def settle(config: Config, ranks: Ranks) -> Config:
-    """Gives what is empty, 0 or `auto` its value here, which flags.json records, and refuses settings that cannot run
+    """Gives flags that are empty, 0 or `auto` their values, which flags.json records. Refuses settings that cannot run
     here. All ranks must call."""
     device, size = ranks.device, ranks.world_size
     config = on_first_rank(lambda: settle_inputs(config), ranks)  # the model, its tokenizer, adapters
-    config = on_first_rank(lambda: checkpoint.keep_defaults(config), ranks)  # what the run began with
+    config = on_first_rank(lambda: checkpoint.keep_defaults(config), ranks)  # the values of the run's first start
     config = on_first_rank(lambda: epochs_as_steps(config, size), ranks)  # may tokenize for hours
     config = replace(config, dtype=_choose_dtype(config.dtype, device))
     config = replace(config, compile=_choose_compile(config, device))
