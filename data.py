@@ -384,10 +384,8 @@ def show(loader: Loader, step: int, n: int) -> Iterator[str]:
     rows = ((batch, i) for batches in steps for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
-        out, names = (
-            [f"--- row {number}"],
-            itertools.cycle(["document"] if batch.pairs is None else ["chosen", "rejected"]),
-        )
+        out = [f"--- row {number}"]
+        names = itertools.cycle(["document"] if batch.pairs is None else ["chosen", "rejected"])
         for start, stop in itertools.pairwise([*starts, loader.config.seq_len]):
             tokens, targets = batch.tokens[i, start:stop].tolist(), batch.targets[i, start:stop].tolist()
             trained = [target != IGNORE for target in targets]
