@@ -14,12 +14,10 @@ training, the model goes on as if the text began with its newer half."""
 
 import argparse
 import contextlib
-import inspect
 import json
 import math
 import runpy
 import sys
-import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
@@ -61,26 +59,28 @@ FLAGS = {
 }
 
 
+ALWAYS = "run", "tokenizer", "dtype"
+SAMPLES = "chat", "system", "temperature", "top_k", "top_p", "tokens", "seed"
+# The other flags that have an effect, by what is asked for.
+USED = {
+    "with --prompts": ("prompts", "out", "samples", "reward", "stop", "batch", *SAMPLES),
+    "with --score": ("score", "out"),
+    "without --prompts or --score": ("prompt", *SAMPLES),
+}
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
-    args = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0]).parse_args(argv)
+    parser = Parser(FLAGS, prog="generate.py", description=__doc__.splitlines()[0])
+    args = parser.parse_args(argv)
+    with_prompts, with_score, alone = USED
+    task = with_prompts if args.prompts else with_score if args.score else alone
+    for name, value in vars(args).items():
+        if value != parser.get_default(name) and name not in (*ALWAYS, *USED[task]):
+            raise UserError(f"--{name} has no effect {task}")
+    if args.prompts and not args.out:
+        raise UserError("--prompts needs --out, a folder for the answers")
     args.chat |= args.system is not None
     args.how = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-    if args.prompts:
-        misplaced = args.prompt or args.score or not args.out
-    else:
-        misplaced = args.samples > 1 or args.reward or args.stop or not args.score and args.out
-        misplaced = misplaced or args.score and (args.prompt or args.chat)
-    samples = "temperature", "top_k", "top_p", "tokens", "seed"
-    unused = [*(() if args.prompts else ("batch",)), *(samples if args.score else ())]
-    if "" in args.stop:
-        raise UserError("--stop: every answer holds an empty text")
-    if changed := [f"--{name}" for name in unused if getattr(args, name) != FLAGS[f"--{name}"]["default"]]:
-        raise UserError(f"{changed[0]} has no effect here")
-    if misplaced:
-        raise UserError(
-            "expected --prompts FILE --out DIR, for which --samples, --reward and --stop are, or --score FILE without"
-            " --chat, or --prompt"
-        )
     return args
 
 
@@ -353,31 +353,9 @@ def converse(model: Transformer, source: Source, args: argparse.Namespace) -> No
 # ---- a file of prompts
 
 
-def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
-    """Makes --out, or refuses one whose answers were made with other flags."""
-    settings = vars(args) | {"model": model, "crc32": zlib.crc32(str(prompts).encode())}
-    path = Path(args.out, "settings.json")
-    if path.parent.exists() and read_json(path) != settings:
-        raise UserError(f"--out {args.out} exists, without answers made with these flags: give a new folder")
-    Path(args.out, "batches").mkdir(parents=True, exist_ok=True)
-    write_json(path, settings)
-
-
-def begin_scores(args: argparse.Namespace) -> None:
-    """Refuses an --out that cannot be written, or holds anything but scores, now and not after all the work."""
-    if args.out:
-        out = Path(args.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # Not, for example, the questions, or /dev/stdout.
-        if out.exists() and (not out.is_file() or out.read_bytes()[:8] not in (b"", b'{"row": ')):
-            raise UserError(f"--out {out} exists, and is no file of scores: give a new one")
-        open(out, "a").close()
-
-
 def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> None:
     """Samples the answers that are missing in --out. Which of them share a batch depends on the prompts only, and each
-    has random numbers of its own: neither ranks nor a kill change an answer. A changed file of --reward judges all
-    answers again. All ranks must call."""
+    has random numbers of its own: neither ranks nor a kill change an answer. All ranks must call."""
     from huggingface_hub.utils import tqdm
 
     def read(row: dict) -> tuple[list[int], dict, dict]:
@@ -386,80 +364,72 @@ def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> No
         ids, prompt = source.read_prompt(fields, args.chat)
         # The messages have `system`. Training would read another form of the prompt before the new answer.
         others = {name: value for name, value in fields.items() if name not in (*PROMPTS, "system")}
-        return ids, {"prompt": prompt} | json.loads(json.dumps(others, default=str)), row  # .parquet has dates
+        return ids, {"prompt": prompt} | others, row
 
-    reward, version = load_reward(args.reward) if args.reward else (None, 0)
+    reward = load_reward(args.reward) if args.reward else None
     prompts = on_every_rank(lambda: read_rows(args.prompts, "--prompts", read), ranks)
     on_first_rank(lambda: begin_answers(args, source.name, prompts), ranks)
     todo = [(n, k) for n in range(len(prompts)) for k in range(args.samples)]
     batches = {Path(args.out, f"batches/{i}.json"): todo[i : i + args.batch] for i in range(0, len(todo), args.batch)}
-    missing = on_first_rank(lambda: [file for file in batches if read_json(file).get("reward") != version], ranks)
+    missing = on_first_rank(lambda: [file for file in batches if not file.exists()], ranks)
     model = source.load(args.dtype, ranks)
     for file in tqdm(missing[ranks.rank :: ranks.world_size], unit="batch", disable=ranks.rank > 0):
-        answers = read_json(file).get("answers") or answer_batch(model, source, args, prompts, batches[file])
-        if reward:
-            write_json(file, {"answers": answers})  # a mistake in the function does not lose them
-            for (n, _), answer in zip(batches[file], answers, strict=True):
-                answer["reward"] = judge(args.reward, reward, answer, prompts[n][-1])
-        write_json(file, {"reward": version, "answers": answers})
-    on_first_rank(lambda: write_results(args, batches), ranks)
+        texts = []
+        for n, k in batches[file]:
+            ids, fields, _ = prompts[n]
+            how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
+            texts.append(Text(source.tokenizer, ids, *how))
+        for _ in sample(model, texts, source.context, **args.how):
+            pass
+        write_json(file, {"answers": [(text.answer, text.finish) for text in texts]})
+    on_first_rank(lambda: write_results(args, prompts, batches, reward), ranks)
 
 
-def answer_batch(
-    model: Transformer, source: Source, args: argparse.Namespace, prompts: list, batch: list
-) -> list[dict]:
-    """batch: the numbers of its prompts and samples -> rows of answers.jsonl, without rewards"""
-    texts, answers = [], []
-    for n, k in batch:
-        ids, fields, _ = prompts[n]
-        how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
-        texts.append(Text(source.tokenizer, ids, *how))
-    for _ in sample(model, texts, source.context, **args.how):
-        pass
-    for (n, k), text in zip(batch, texts, strict=True):
-        _, fields, _ = prompts[n]
-        answers.append(fields | {"sample": k, "completion": text.answer, "finish": text.finish})
-        if isinstance(fields["prompt"], str):
-            answers[-1]["text"] = fields["prompt"] + text.answer  # for --text_field text
-    return answers
+def begin_answers(args: argparse.Namespace, model: str, prompts: list) -> None:
+    """Makes --out, or refuses one whose answers were made with other flags. Another --reward judges the same ones."""
+    settings = vars(args) | {"reward": None, "model": model, "prompts_crc32": zlib.crc32(str(prompts).encode())}
+    path = Path(args.out, "settings.json")
+    if path.parent.exists() and read_json(path) != settings:
+        raise UserError(f"--out {args.out} exists, without answers made with these flags: give a new folder")
+    Path(args.out, "batches").mkdir(parents=True, exist_ok=True)
+    write_json(path, settings)
 
 
-def load_reward(spec: str) -> tuple[Callable, int]:
-    """spec: FILE.py:NAME -> (the function, which runs in this process, a number that changes with its file)"""
+def load_reward(spec: str) -> Callable:
+    """spec: FILE.py:NAME -> the function, which runs in this process."""
     file, _, name = spec.rpartition(":")
     try:
-        reward = runpy.run_path(file)[name]
-        inspect.signature(reward).bind("prompt", "answer", {})
-    except Exception as e:
-        expected = "expected FILE.py:NAME, where NAME is a function of FILE.py that takes prompt, answer, row"
-        raise UserError(f"--reward {spec}: {expected}: {type(e).__name__}: {e}") from None
-    return reward, zlib.crc32(Path(file).read_bytes())
+        return runpy.run_path(file)[name]
+    except (OSError, KeyError) as e:
+        raise UserError(f"--reward {spec}: expected FILE.py:NAME, a function of that file ({e!r})") from None
 
 
-def judge(spec: str, reward: Callable, answer: dict, row: dict) -> float:
-    try:
-        value = float(reward(answer["prompt"], answer["completion"], row))
-    except Exception as e:
-        last = traceback.extract_tb(e.__traceback__)[-1]
-        value = f"{type(e).__name__}: {e} ({last.filename} line {last.lineno})"
-    if isinstance(value, str) or not math.isfinite(value):
-        raise Failure(f"--reward {spec} gives {value} for {row!r:.200}")
-    return value
-
-
-def write_results(args: argparse.Namespace, batches: Iterable[Path]) -> None:
-    """Writes answers.jsonl; with rewards also best.jsonl, rows for fine-tuning, and pairs.jsonl, rows for --dpo."""
-    answers = [answer for file in batches for answer in read_json(file)["answers"]]
-    files = {"answers": answers} | ({"best": [], "pairs": []} if args.reward else {})
-    for i in range(0, len(answers) if args.reward else 0, args.samples):
-        ordered = sorted(answers[i : i + args.samples], key=itemgetter("reward"))
-        worst, best = ordered[0], ordered[-1]
-        if best["completion"].strip():  # else there is nothing to train on
-            files["best"].append(best)
-        if best["reward"] > worst["reward"]:
-            files["pairs"].append(best | {"chosen": best["completion"], "rejected": worst["completion"]})
+def write_results(args: argparse.Namespace, prompts: list, batches: Iterable[Path], reward: Callable | None) -> None:
+    """Writes answers.jsonl; with a reward also best.jsonl, rows for fine-tuning, and pairs.jsonl, rows for --dpo."""
+    answers = iter([answer for file in batches for answer in read_json(file)["answers"]])
+    files = {"answers": []} | ({"best": [], "pairs": []} if reward else {})
+    for _, fields, row in prompts:
+        group = []
+        for k in range(args.samples):
+            completion, finish = next(answers)
+            group.append(fields | {"sample": k, "completion": completion, "finish": finish})
+            if isinstance(fields["prompt"], str):
+                group[k]["text"] = fields["prompt"] + completion  # for --text_field text
+            if reward:
+                group[k]["reward"] = value = float(reward(fields["prompt"], completion, row))
+                if not math.isfinite(value):
+                    raise Failure(f"--reward {args.reward} gives {value} for {row!r:.200}")
+        files["answers"] += group
+        if reward:
+            ordered = sorted(group, key=itemgetter("reward"))
+            worst, best = ordered[0], ordered[-1]
+            if best["completion"].strip():  # else there is nothing to train on
+                files["best"].append(best)
+            if best["reward"] > worst["reward"]:
+                files["pairs"].append(best | {"chosen": best["completion"], "rejected": worst["completion"]})
     for name, rows in files.items():
-        write_whole(Path(args.out, f"{name}.jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row, default=str) + "\n" for row in rows]  # rows of .parquet may hold dates
+        write_whole(Path(args.out, f"{name}.jsonl"), "".join(lines))
         print(f"{args.out}/{name}.jsonl: {plural(len(rows), 'row')}")
 
 
@@ -471,7 +441,8 @@ def main(argv: list[str]) -> None:
         return leave(ranks)
     if args.score:
         rows = on_every_rank(lambda: score.read_questions(args.score, "--score", source), ranks)
-        on_first_rank(lambda: begin_scores(args), ranks)
+        if args.out and on_first_rank(lambda: Path(args.out).exists(), ranks):
+            raise UserError(f"--out {args.out} exists: give a new file")
         results = score.score(source.load(args.dtype, ranks), rows, ranks, shows=True)
         if ranks.rank == 0:
             score.report(results, args.out)

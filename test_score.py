@@ -186,11 +186,6 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert f"lm_eval --model hf --model_args 'pretrained={run}/hf' --tasks" in output
     main(["--run", str(run), "--score", questions])
     assert f"{found[12]:.4f}" in capsys.readouterr().out
-    for _ in range(2):  # the second call replaces the scores of the first
-        main(["--run", str(run), "--score", questions, "--out", str(tmp_path / "new/scores.jsonl")])
-    assert len((tmp_path / "new/scores.jsonl").read_text().splitlines()) == len(rows)
-    with pytest.raises(FileExistsError):  # before it scores
-        main(["--run", str(run), "--score", questions, "--out", f"{questions}/scores.jsonl"])
     flags[-1] = write(tmp_path / "others.jsonl", [row | {"choices": ["xx", "and"]} for row in rows])
     output = run_here(run, *flags, "--steps", 16, "--keep_best", "score_acc")
     forgotten = "the best score_acc so far is forgotten" in (run / "log.txt").read_text()
