@@ -77,7 +77,7 @@ PARSERS = {
     "download.py": Parser(download.FLAGS).parse_args,
     "data.py": data.main,
     "bench/golden.py": golden.main,
-    "bench/run.py": bench.parse,
+    "bench/run.py": bench.main,
     "test_parity.py": test_parity.main,
 }
 

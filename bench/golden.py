@@ -1,15 +1,16 @@
 """Golden losses: training runs whose losses must not change unless a change of the numerics is intended.
 
     python bench/golden.py                  # compare this checkout's losses with golden.json
-    python bench/golden.py --record         # replace this CPU maker's record, and all of another torch
+    python bench/golden.py --record         # replace the records of this torch, CPU maker and family
 
 train.py trains six tiny recipes for 60 steps, each on one rank and on two. golden.json holds the loss and the gradient
-norm of every step and the final validation loss, per CPU maker and instruction set.
+norm of every step and the final validation loss, per torch, CPU maker and family, and instruction set.
 Runs use one thread per rank, no compiler, one instruction set in torch and oneDNN, and the MKL code that all x86 CPUs
 share. The avx512_bf16 set computes in bf16, unless a recipe says fp32; the other sets compute in fp32.
 
 With the same torch, CPU maker and family, and instruction set as the record, every figure must be equal bit for bit.
-Any other machine or torch is compared within tolerances, and the result states why; no machine is skipped. ARM CPUs
+Any other machine or torch is compared within tolerances with the first record of the instruction set, and the result
+says so; no machine is skipped. Delete records that no longer apply. ARM CPUs
 have no x86 set: they use the set `default` (torch's portable kernels, fp32), compared with the EPYC's.
 torch 2.11 computes the same bits as 2.13 on the EPYC; 2.15 does with avx2, while with avx512_bf16 4 of the 12 runs
 differ by 2e-7 to 4e-7, well within FINE. None of this is assumed.
@@ -49,7 +50,6 @@ from base.errors import Failure, Parser, prepare_python, run_script
 if __name__ == "__main__":
     prepare_python()
 
-import numpy as np  # isort: skip
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import start_processes
 
@@ -108,7 +108,6 @@ RECIPES = {
     "chat": "--data chat.jsonl --model tiny-llama --dtype {dtype} --seq_len 64 --schedule constant --weight_decay 0.3",
     "fp8": "--data a.txt --model tiny-mixtral --n_layers 1 --dtype fp32 --fp8 tensor --fp8_all_gather",
 }
-INTENDED = "If this change of the numerics is intended: `python bench/golden.py --record`; explain it in the commit"
 Figures = dict[str, list[float]]  # loss, grad_norm: one per step; val_loss: one
 
 
@@ -180,8 +179,8 @@ def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtyp
     for run, kind in product(measured, LATE):
         flags = RECIPES[run.split()[0]].format(dtype=dtype)
         early = COARSE if "bf16" in flags or "--fp8" in flags else FINE
-        old, new = (np.atleast_1d(runs[run][kind]) for runs in (expected, measured))
-        for step, (was, now) in enumerate(zip(old, new, strict=True), 60 if kind == "val_loss" else 1):
+        figures = zip(expected[run][kind], measured[run][kind], strict=True)
+        for step, (was, now) in enumerate(figures, 60 if kind == "val_loss" else 1):
             limit = early if step <= FIRST else LATE[kind]
             if not abs(now - was) <= (limit * abs(was) if dtype else 0):  # also if one is NaN
                 lines.append(f"{run}: {kind} of step {step} is {now}, recorded {was}")
@@ -191,27 +190,24 @@ def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtyp
 
 def main(argv: list[str]) -> None:
     asked = Parser({"--record": {"action": "store_true"}}).parse_args(argv)
-    record = json.loads(RECORD.read_text())
+    records = json.loads(RECORD.read_text())
     about = re.findall(r"^(?:vendor_id|cpu family)\s*: (.*)$", CPUINFO.read_text(), re.M)
-    here = " family ".join(about[:2]) or "unknown"  # as AuthenticAMD family 25
-    makers, instructions = record["makers"], sets_here()[0]
+    here = f"torch {TORCH} on {' family '.join(about[:2]) or 'unknown'} with "  # as AuthenticAMD family 25
     if asked.record:
-        makers = makers if record["torch"] == TORCH else {}
-        makers[here] = {"sets": {name: measure(name) for name in sets_here()}}
-        text = json.dumps({"torch": TORCH, "makers": makers}, indent=1)
+        records |= {here + name: measure(name) for name in sets_here()}
+        text = json.dumps(records, indent=1)
         RECORD.write_text(re.sub(r",\n +(?=[\d-])", ", ", text) + "\n")  # one line per list of losses
         return
-    recorded = {}
-    for name, sets in makers.items():
-        recorded |= {f"torch {record['torch']} on {name} with {kind}": runs for kind, runs in sets["sets"].items()}
-    this, how, dtype = f"torch {TORCH} on {here} with {instructions}", "bit for bit", ""
-    if (near := this) not in recorded:
-        near = next(name for name in recorded if name.endswith(instructions))
-        how, dtype = f"within tolerances, not bit for bit: the record is of {near}", SETS[instructions][-1]
-    measured = measure(instructions)
-    print(f"golden losses: {len(measured)} runs of {this}, compared {how}")
-    if lines := differences(recorded[near], measured, dtype):
-        raise Failure("\n".join([*lines, INTENDED]))
+    best = sets_here()[0]
+    near, how, dtype = here + best, "bit for bit", ""
+    if near not in records:
+        near = next(name for name in records if name.endswith(best))
+        how, dtype = f"within tolerances: the record is of {near}", SETS[best][-1]
+    measured = measure(best)
+    print(f"golden losses: {len(measured)} runs of {here}{best}, compared {how}")
+    if lines := differences(records[near], measured, dtype):
+        lines.append("If this change of the numerics is intended: --record; explain it in the commit")
+        raise Failure("\n".join(lines))
     print("no differences")
 
 

@@ -2,11 +2,9 @@
 
     python bench/run.py speed [@recipes/NAME.args] [--flag value ...]    tokens/s, against transformers' model
     python bench/run.py fp8 [...]                   tokens/s in bf16 and with each recipe of FP8
-    python bench/run.py start [...]                 a run of one step, which ends with its seconds by part
     python bench/run.py scale                       a record on 1,024 ranks; 100,000 shards of 15 T tokens on two
-    python bench/run.py golden [--record]           golden losses, as bench/golden.py
 
-speed, fp8 and start take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
+speed and fp8 take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
 other load affects all of them, and a ratio is to the first contender of the same turn. Each is a new process, because
 memory, the allocator and the compiler belong to one. On a GPU, mfu counts causal attention, against the data sheet's
 peak, and mem_gib is the peak of torch's allocator."""
@@ -28,7 +26,6 @@ from base.errors import Failure, Parser, prepare_python, run_script
 if __name__ == "__main__":
     prepare_python()
 
-import golden
 from base.disk import ROOT
 from base.host import describe_environment
 from curves import read_records
@@ -75,24 +72,13 @@ def bench_training(suite: str, flags: list[str]) -> Iterator[dict]:
             yield row | {key: records[-1].get(key) for key in ("mfu", "mem_gib", "step", "loss")}
 
 
-def parse(argv: list[str]) -> tuple[str, list[str]]:
-    """-> the suite and its flags"""
-    suites = {"suite": {"choices": [*CONTENDERS, "start", "scale", "golden"]}}
-    parser = Parser(suites, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    return parser.parse_args(argv[:1]).suite, argv[1:]
-
-
 def main(argv: list[str]) -> None:
-    suite, flags = parse(argv)
-    if suite == "golden":
-        return golden.main(flags)
+    suites = {"suite": {"choices": [*CONTENDERS, "scale"]}}
+    parser = Parser(suites, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    suite = parser.parse_args(argv[:1]).suite
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     print(json.dumps(describe_environment()))
-    if suite == "start":
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([sys.executable, *TRAIN, *flags, "--steps=1", f"--out={folder}/run"], check=True)
-        return
-    for row in bench_scale() if suite == "scale" else bench_training(suite, flags):
+    for row in bench_scale() if suite == "scale" else bench_training(suite, argv[1:]):
         print(json.dumps(row))
 
 
