@@ -305,11 +305,13 @@ def rope_frequencies(config, device: torch.device, kind: str = "full") -> tuple[
 def rope_table(config, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
     """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T] in layers of
     this kind; None where these do not rotate. Queries and keys are multiplied by them, so that the fourth root of h /
-    query_scale in both turns attention's 1 / sqrt(h) into 1 / sqrt(query_scale)."""
+    query_scale in both turns attention's 1 / sqrt(h) into 1 / sqrt(query_scale). attention_scale is 1 /
+    sqrt(query_scale) itself."""
     if config.positions != "rope" or "nope" in kind:
         return None
     frequencies, scale = rope_frequencies(config, positions.device, kind)
-    scale *= (config.head_dim / (config.query_scale or config.head_dim)) ** 0.25
+    squared = config.attention_scale and config.attention_scale**-2 or config.query_scale or config.head_dim
+    scale *= (config.head_dim / squared) ** 0.25
     angles = positions.float()[..., None, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

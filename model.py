@@ -1,5 +1,5 @@
-"""GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3, Phi-4 and Gemma 3
-as one `Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
+"""GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3, Phi-4, Gemma 3,
+Granite and Arcee as one `Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
 
     x = embed(tokens) (+ learned positions)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -15,8 +15,8 @@ experts of a token, L layers.
 
 Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); Qwen2.5
 (2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); Gemma 3 (2503.19786); grouped-query attention (2305.13245);
-SwiGLU and GeGLU (2002.05202); RMSNorm (1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up
-fused."""
+SwiGLU and GeGLU (2002.05202); squared ReLU (2109.08668); RMSNorm (1910.07467). Names follow Hugging Face's Llama, with
+q, k, v and gate, up fused."""
 
 import hashlib
 import math
@@ -145,13 +145,20 @@ class GeGluMLP(SwiGluMLP):
 
 
 class GeluMLP(nn.Module):
+    activation = staticmethod(GeGluMLP.activation)
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.up_proj = Linear(config.dim, config.ffn_dim, bias=config.bias)
-        self.down_proj = Linear(config.ffn_dim, config.dim, bias=config.bias)
+        bias = config.bias or config.mlp_bias
+        self.up_proj = Linear(config.dim, config.ffn_dim, bias=bias)
+        self.down_proj = Linear(config.ffn_dim, config.dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class ReLU2MLP(GeluMLP):
+    activation = staticmethod(lambda x: F.relu(x).square())
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -235,6 +242,7 @@ MLPS = {
     "swiglu": SwiGluMLP,
     "geglu": GeGluMLP,
     "gelu": GeluMLP,
+    "relu2": ReLU2MLP,
     "moe": MoE,
 }
 
@@ -256,16 +264,17 @@ class Block(nn.Module):
         self.post_attention_layernorm = before(config.dim, config.norm_eps)
         self.mlp = MLPS[config.mlp](config)
         self.mlp_norm = after(config.dim, config.norm_eps)
+        self.add = partial(torch.add, alpha=config.residual_scale)
 
     def forward(
         self, x: Tensor, rope=None, mask: Tensor | None = None, offsets: Tensor | None = None, cache=None,
         used: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """x [B, T, D] -> (the same, the router's statistics of the `used` places where there are experts)."""
-        x = x + self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, offsets, cache))
+        x = self.add(x, self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, offsets, cache)))
         y = self.post_attention_layernorm(x)
         y, routed = self.mlp(y, used) if isinstance(self.mlp, MoE) else (self.mlp(y), None)
-        return x + self.mlp_norm(y), routed
+        return self.add(x, self.mlp_norm(y)), routed
 
 
 # Each chunk of the logits adds to the weight's fp32 gradient, reading and writing all of it. This costs little if a
@@ -582,7 +591,10 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.layers):
             x, statistics = block(x, ropes[self.config.kind(i)], mask, offsets, cache[i] if cache else None, used)
             routed.append(statistics)
-        return self.norm(x), routed
+        x = self.norm(x)
+        if (divisor := self.config.logits_divisor) != 1:
+            x = x / divisor  # here, so that it divides logits and every loss
+        return x, routed
 
 
 # Initialisation is a pure function of (seed, name, position in the parameter). Therefore every rank draws only the

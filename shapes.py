@@ -47,7 +47,7 @@ class ModelConfig:
     head_dim: int = 0  # 0: dim / n_heads
     norm: str = "rmsnorm"  # rmsnorm | rmsnorm_1p (the factor is 1 + weight) | layernorm
     positions: str = "rope"  # rope | learned
-    mlp: str = "swiglu"  # swiglu | geglu | gelu | moe (swiglu experts)
+    mlp: str = "swiglu"  # swiglu | geglu | gelu | relu2 | moe (swiglu experts)
     bias: bool = False  # of every projection
     qkv_bias: bool = False  # of queries, keys and values alone
     attention_bias: bool = False  # of queries, keys, values and attention's output
@@ -58,6 +58,9 @@ class ModelConfig:
     norm_around: bool = False  # attention and MLP have norms before and after them
     embed_scale: float = 1.0  # embeddings are multiplied by it; 0: the root of dim
     query_scale: float = 0.0  # products of queries and keys are divided by its root; 0: head_dim
+    attention_scale: float = 0.0  # products of queries and keys are multiplied by it; 0: query_scale tells
+    residual_scale: float = 1.0  # the outputs of attention and MLP are multiplied by it
+    logits_divisor: float = 1.0
     tied: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -223,6 +226,16 @@ GEMMA3 = {
     "layer_kinds": (*["window"] * 5, "full"),
     "window": 1024,
 }
+GRANITE33 = LLAMA2 | {
+    "vocab_size": 49159,
+    "max_seq_len": 131072,
+    "n_layers": 40,
+    "n_kv_heads": 8,
+    "rope_theta": 1e7,
+    "tied": True,
+    "embed_scale": 12.0,
+    "residual_scale": 0.22,
+}
 GEMMA3_1B = GEMMA3 | {
     "vocab_size": 262144,
     "max_seq_len": 32768,
@@ -304,6 +317,10 @@ MODELS: dict[str, ModelConfig] = {
         rope_theta=250000.0,
         family="phi3",
     ),
+    "granite3.3-2b": ModelConfig(
+        **GRANITE33 | dict(dim=2048, ffn_dim=8192), attention_scale=0.015625, logits_divisor=8.0
+    ),
+    "granite3.3-8b": ModelConfig(**GRANITE33 | dict(ffn_dim=12800), attention_scale=0.0078125, logits_divisor=16.0),
     # 4B to 27B: the text part.
     "gemma3-270m": ModelConfig(**GEMMA3_1B, dim=640, n_layers=18, ffn_dim=2048),
     "gemma3-1b": ModelConfig(**GEMMA3_1B, dim=1152, n_layers=26, ffn_dim=6912),
@@ -340,6 +357,10 @@ MODELS: dict[str, ModelConfig] = {
             vocab_size=258, max_seq_len=2048, head_dim=32, query_scale=24.0, window=8, layer_kinds=("window", "full")
         )
     ),
+    "tiny-granite": ModelConfig(
+        **TINY, tied=True, embed_scale=2.0, attention_scale=0.125, residual_scale=0.7, logits_divisor=4.0
+    ),
+    "tiny-arcee": ModelConfig(**TINY, mlp="relu2"),
     "tiny-smollm3": ModelConfig(**TINY, tied=True, layer_kinds=("full", "full nope")),
     "tiny-phi3": ModelConfig(**TINY, window=24, layer_kinds=("window",), family="phi3"),
     "tiny-qwen3-moe": ModelConfig(

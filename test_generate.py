@@ -92,7 +92,7 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
 
 @pytest.mark.parametrize("name", [
     "gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3", "wide-heads", "mistral 0.1", "qwen2 windows", "olmo3",
-    "qwen3_moe windows", "smollm3 windows", "phi3", "gemma3",
+    "qwen3_moe windows", "smollm3 windows", "phi3", "gemma3", "granite", "arcee",
 ])  # fmt: skip
 def test_greedy_is_transformers_generate(name):
     """Past rope scaling's original context, and past the window."""

@@ -110,11 +110,13 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
     assert all(torch.equal(grads[0][name], grads[1][name]) and grads[0][name].any() for name in grads[0])
 
 
-def test_a_quantized_gemma_with_adapters_has_transformers_logits(tmp_path):
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-granite", "tiny-arcee"])
+def test_a_quantized_model_with_adapters_has_transformers_logits(tmp_path, name):
     """Of the dequantized weights with merged adapters, beyond two windows."""
-    shape = replace(MODELS["tiny-gemma3"], ffn_dim=192)
+    shape = replace(MODELS[name], ffn_dim=192)
     export_model(fill(Transformer(shape)), tmp_path / "base")
-    config, model = settled_args(f"--weights {tmp_path}/base --lora 3 --quantize nf4".split()), Transformer(shape)
+    words = f"--weights {tmp_path}/base --lora 3 --lora_targets all --quantize nf4"
+    config, model = settled_args(words.split()), Transformer(shape)
     lora.add_adapters(model, config)
     read = open_weights(tmp_path / "base", shape)
     adapters = random_init(shape, {n: tuple(p.shape) for n, p in model.named_parameters()}, 3)

@@ -329,11 +329,11 @@ from hf.families import config_json, read_config
 log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda *_, **__: None)  # these take seconds
 
 base = "--compile none --dtype fp32 --seq_len 32 --micro_batch 2 --eval_every 0 --log_every 1 --schedule constant"
-base += " --state_dtype bf16 --warmup_steps 0 --data rows.fasta --text_field sequence --model tiny-relu2"
+base += " --state_dtype bf16 --warmup_steps 0 --data rows.fasta --text_field sequence --model tiny-relu"
 base += " --optimizer lion"
 for run in ("--steps 4 --out whole", "--steps 2 --out parts", "--steps 4 --out parts"):
     assert train.main([*base.split(), *run.split()]) == 0, run
-rope = base.replace("relu2", "ntk").replace("lion", "adamw")
+rope = base.replace("relu", "ntk").replace("lion", "adamw")
 assert train.main([*rope.split(), "--steps", "1", "--out", "rope"]) == 0
 
 for words in json.loads(sys.argv[1]):  # the page's commands
@@ -344,7 +344,7 @@ model = Transformer(config.model_config)
 for p in model.parameters():
     torch.nn.init.normal_(p)
 mlp, x = model.layers[0].mlp, torch.randn(3, 64)
-assert torch.equal(mlp(x), (x @ mlp.up_proj.weight.T).clamp(min=0) ** 2 @ mlp.down_proj.weight.T)
+assert torch.equal(mlp(x), (x @ mlp.up_proj.weight.T).clamp(min=0) @ mlp.down_proj.weight.T)
 
 before = {name: p.detach().clone() for name, p in model.named_parameters()}
 optimizer = make_optimizer(model, replace(config, weight_decay=0.0, state_dtype="bf16"))

@@ -113,6 +113,13 @@ BOOKKEEPING_ENDS = (
 )
 # Templates get this date for today's: otherwise ids would change overnight. Llama 3.1's template has it.
 DATE = datetime(2024, 7, 26)
+# The format that a tokenizer with this control token has.
+FORMATS = {
+    "<|start_header_id|>": "llama3",
+    "<|im_start|>": "chatml",
+    "<start_of_turn>": "gemma",
+    "<|start_of_role|>": "granite",
+}
 # By name; llama and mixtral are values of ModelConfig.chat_format.
 CHAT_TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*.jinja")}
 
@@ -250,13 +257,7 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
     chat_format. transformers renders it to the ids of render_chat, if no message holds the text of a control token."""
     if tokenizer.chat_template:
         return tokenizer.chat_template
-    if "<|start_header_id|>" in tokenizer.control:
-        chat_format = "llama3"
-    elif "<|im_start|>" in tokenizer.control:
-        chat_format = "chatml"
-    elif "<start_of_turn>" in tokenizer.control:
-        chat_format = "gemma"
-    return CHAT_TEMPLATES[chat_format]
+    return CHAT_TEMPLATES[next((FORMATS[token] for token in FORMATS if token in tokenizer.control), chat_format)]
 
 
 def _raise_exception(message: str) -> None:

@@ -56,6 +56,10 @@ PHI3_TENSORS = LLAMA_TENSORS | {
     "layers.{i}.self_attn.qkv_proj.weight": ("model.layers.{i}.self_attn.qkv_proj.weight",),
     "layers.{i}.mlp.gate_up_proj.weight": ("model.layers.{i}.mlp.gate_up_proj.weight",),
 }
+ARCEE_TENSORS = LLAMA_TENSORS | {
+    "layers.{i}.mlp.up_proj.weight": ("model.layers.{i}.mlp.up_proj.weight",),
+    "layers.{i}.mlp.up_proj.bias": ("model.layers.{i}.mlp.up_proj.bias",),
+}
 GPT2_TENSORS = {
     "embed_tokens.weight": ("transformer.wte.weight",),
     "embed_positions.weight": ("transformer.wpe.weight",),
@@ -131,7 +135,8 @@ class Family(NamedTuple):
     default, and of keys that MEANS_OURS limits. names: of the tensors. keys: of config.json, by ModelConfig's field.
     others: keys that are read in other ways, or that transformers' model never reads. windows: the layers with a window
     if there are any and layer_types is absent; repeated. scales: whether transformers implements rope_scaling.
-    aliases: other names of keys. two_ropes: layers with a window have their own rope_parameters."""
+    aliases: other names of keys. two_ropes: layers with a window have their own rope_parameters. means: rows of
+    MEANS_OURS that differ in the family."""
 
     architecture: str
     shape: dict
@@ -143,6 +148,7 @@ class Family(NamedTuple):
     scales: bool = True
     aliases: dict = {}
     two_ropes: bool = False
+    means: dict = {}
 
 
 # By model_type. A shape is exported as the first family that can express it.
@@ -278,6 +284,26 @@ FAMILIES = {
         windows=(SLIDING,),
         scales=False,
         others=(*ROPE, "sliding_window"),
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+            "attention_multiplier": 1.0,
+        },
+        keys=BIAS_KEYS | {
+            "mlp_bias": "mlp_bias", "embed_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
+            "residual_scale": "residual_multiplier", "logits_divisor": "logits_scaling",
+        },
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        {"mlp": "relu2"},
+        {"hidden_act": "relu2", "max_position_embeddings": 4096},
+        ARCEE_TENSORS,
+        BIAS_KEYS | {"mlp_bias": "mlp_bias"},
+        means={"hidden_act": ("relu2",)},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -458,7 +484,7 @@ def _read(given):
     given = {row.aliases.get(key, key): value for key, value in given.items()}
     if given.get("architectures") == [row.architecture]:
         given.pop("auto_map", None)  # transformers takes its own class
-    _refuse_keys(given, BOOKKEEPING.union(row.keys.values(), row.others))
+    _refuse_keys(given, BOOKKEEPING.union(row.keys.values(), row.others), MEANS_OURS | row.means)
     values = row.defaults | given
     for field in fields(ModelConfig):
         if key := row.keys.get(field.name):
@@ -469,15 +495,15 @@ def _read(given):
     return replace(config, **_read_layers(values, row, config.n_layers), **rope)
 
 
-def _refuse_keys(given, known):
+def _refuse_keys(given, known, means=MEANS_OURS):
     """ValueError: keys that may ask for a computation that is not implemented. known: keys that may have any value."""
     problems = []
     for key, value in given.items():
         if key in known or key.startswith("_"):
             continue
-        if key in MEANS_OURS and value not in MEANS_OURS[key]:
-            problems.append(f"{key} is {value!r}"[:90] + f" (supported: {MEANS_OURS[key][0]!r})")
-        elif key not in MEANS_OURS and repr(value) not in NEUTRAL:
+        if key in means and value not in means[key]:
+            problems.append(f"{key} is {value!r}"[:90] + f" (supported: {means[key][0]!r})")
+        elif key not in means and repr(value) not in NEUTRAL:
             problems.append(f"unknown key {key}: {value!r}"[:90])
     if problems:
         raise ValueError("; ".join(problems))
@@ -563,7 +589,7 @@ def _write(config, kind):
         "rope_local_base_freq": config.window_rope_theta or config.rope_theta,
         "query_pre_attn_scalar": int(config.query_scale),
     }
-    values = {key: value for key, (value, *_) in MEANS_OURS.items()} | by_layer
+    values = {key: value for key, (value, *_) in (MEANS_OURS | row.means).items()} | by_layer
     out = {"architectures": [row.architecture], "model_type": kind}
     out |= {key: values[key] for key in row.defaults if key in values}
     out |= {key: by_layer.get(key) or getattr(config, field) for field, key in row.keys.items()}

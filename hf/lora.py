@@ -31,6 +31,7 @@ PARTS = {
     "qkv_proj": ("q", "k", "v"),
     "o_proj": ("o",),
     "gate_up_proj": ("gate", "up"),
+    "up_proj": ("up",),
     "down_proj": ("down",),
 }
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those values of a parameter
@@ -44,7 +45,9 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
     D, F, H, K = shape.dim, shape.ffn_dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     if shape.family == "phi3":  # the file has fused tensors, each with one adapter for PEFT
         return {"qkv": (H + 2 * K, D), "o": (D, H), "gate_up": (2 * F, D), "down": (D, F)}
-    mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)} if shape.mlp in ("swiglu", "geglu") else {}
+    mlp = {} if shape.n_experts else {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    if shape.mlp == "relu2":
+        del mlp["gate"]
     return {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)} | mlp
 
 

@@ -283,7 +283,7 @@ MIXTRAL = r"""{%- set system = messages[0].content if messages[0].role == 'syste
 @pytest.mark.parametrize("kind, model", [
     ("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama"),
     ("llama3", "tiny-llama"), ("qwen", "tiny-qwen3"), ("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"),
-    ("control", "tiny-mistral"), ("gemma", "tiny-gemma3"),
+    ("control", "tiny-mistral"), ("gemma", "tiny-gemma3"), ("granite", "tiny-granite"),
 ])  # fmt: skip
 def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
     """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
@@ -292,7 +292,7 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
     ours = T.load_tokenizer(_gemma(tmp_path / "gemma") if kind == "gemma" else "bytes")
     if kind not in ("bytes", "gemma"):
         pieces = "control" if kind in ("control", "mixtral") else "llama2"
-        own = _json(kind) if kind in ("gpt2", "llama3", "qwen") else None
+        own = _json(kind) if kind in ("gpt2", "llama3", "qwen", "granite") else None
         own = own or _llama2_json(pieces, tmp_path / "model", kind != "mistral")
         config = {"chat_template": MIXTRAL} if kind == "mixtral" else {}
         ours = T.load_tokenizer(_write(tmp_path / "own", tokenizer__json=own, tokenizer_config__json=config))
@@ -322,11 +322,14 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
      .replace("«", "<|start_header_id|>").replace("»", "<|end_header_id|>\n\n")),
     ("qwen", "llama", "<|im_start|>system\nB<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
      "[[A<|im_end|>]]\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"),
+    ("granite", "llama",
+     "«system»B<|end_of_text|>\n«user»U<|end_of_text|>\n«assistant»[[A<|end_of_text|>]]\n«user»V<|end_of_text|>\n"
+     "«assistant»".replace("«", "<|start_of_role|>").replace("»", "<|end_of_role|>")),
     ("gemma", "llama", "<bos><start_of_turn>user\nB\n\nU<end_of_turn>\n<start_of_turn>model\n[[A<end_of_turn>]]\n"
      "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n"),
 ])  # fmt: skip
 def test_our_templates_are_the_published_formats_and_train_on_answers(kind, family, marked, tmp_path):
-    """As the model cards of Llama 2 and 3 and Mixtral, and the pages on ChatML and Gemma, print them."""
+    """As the model cards of Llama 2 and 3 and Mixtral, and the pages on ChatML, Granite and Gemma, print them."""
     make = {"bytes": str, "gemma": lambda _: _gemma(tmp_path)}
     ours = T.load_tokenizer(make.get(kind, lambda kind: _write(tmp_path, tokenizer__json=_json(kind)))(kind))
     roles = ("system", "user", "assistant", "user")

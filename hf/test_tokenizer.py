@@ -60,7 +60,8 @@ def _train(kind: str) -> str:
         pattern = tokenizers.Regex(QWEN_REGEX if kind == "qwen" else LLAMA3_REGEX)
         t.pre_tokenizer = pre.Sequence([pre.Split(pattern, "isolated"), t.pre_tokenizer])
     t.normalizer = tokenizers.normalizers.NFC() if kind == "qwen" else None
-    special = (*SPECIAL[:2], "<|im_start|>", "<|im_end|>") if kind == "qwen" else SPECIAL
+    others = {"qwen": ("<|im_start|>", "<|im_end|>"), "granite": ("<|start_of_role|>", "<|end_of_role|>")}
+    special = (*SPECIAL[:2], *others[kind]) if kind in others else SPECIAL
     options = {"special_tokens": list(special), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, **options)
     t.train_from_iterator(TEXT, trainer)

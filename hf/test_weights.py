@@ -354,6 +354,10 @@ SMOLLM3_FACTS = facts(LLAMA3_FACTS, "2048 11008 36 16 4 128256 65536", model_typ
 PHI4_FACTS = facts(LLAMA2_FACTS, "5120 17920 40 40 10 100352 16384", model_type="phi3", attention_bias=False,
                    attention_dropout=0.0, embd_pdrop=0.0, original_max_position_embeddings=16384, resid_pdrop=0.0,
                    rope_theta=250000, sliding_window=None)  # fmt: skip
+GRANITE_FACTS = facts(LLAMA3_FACTS, "4096 12800 40 32 8 49159 131072", model_type="granite", bos_token_id=0,
+                      attention_multiplier=0.0078125, embedding_multiplier=12.0, eos_token_id=0, logits_scaling=16.0,
+                      mlp_bias=False, pad_token_id=0, residual_multiplier=0.22, rope_theta=10000000.0,
+                      tie_word_embeddings=True)  # fmt: skip
 GEMMA3_FACTS = facts({  # 1B's
     "attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
     "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0,
@@ -378,7 +382,8 @@ PUBLISHED = {
     "gemma3-1b": GEMMA3_FACTS, "gemma3-4b": with_pictures("2560 10240 34"),
     "gemma3-12b": with_pictures("3840 15360 48 16 8"),
     "gemma3-27b": with_pictures("5376 21504 62 32 16", head_dim=128, query_pre_attn_scalar=168),
-    "phi-4": PHI4_FACTS, "llama2-7b": LLAMA2_FACTS, "llama3-8b": LLAMA3_FACTS, "llama3.1-8b": LLAMA31_FACTS,
+    "phi-4": PHI4_FACTS, "granite3.3-8b": GRANITE_FACTS,
+    "llama2-7b": LLAMA2_FACTS, "llama3-8b": LLAMA3_FACTS, "llama3.1-8b": LLAMA31_FACTS,
     "mixtral-8x7b": MIXTRAL_FACTS, "mistral-7b": MISTRAL_FACTS, "qwen3-4b": QWEN3_FACTS, "gpt2": GPT2_FACTS,
     "gpt2-large": GPT2_FACTS | {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0},
     "llama3.1-405b": facts(LLAMA31_FACTS, "16384 53248 126 128 8 128256 131072"),
@@ -429,7 +434,8 @@ BASE = {
     "llama": LLAMA31_FACTS, "gpt2": GPT2_FACTS, "mixtral": MIXTRAL_FACTS, "mistral": MISTRAL_FACTS,
     "qwen2": QWEN25_FACTS, "qwen3": QWEN3_FACTS, "qwen3_moe": QWEN3_MOE_FACTS, "olmo2": OLMO2_FACTS,
     "olmo3": OLMO3_FACTS, "smollm3": SMOLLM3_FACTS, "phi3": PHI4_FACTS, "ministral": MINISTRAL_FACTS,
-    "gemma3_text": GEMMA3_FACTS, "gemma3": PUBLISHED["gemma3-4b"],
+    "gemma3_text": GEMMA3_FACTS, "gemma3": PUBLISHED["gemma3-4b"], "granite": GRANITE_FACTS,
+    "arcee": LLAMA31_FACTS | {"model_type": "arcee", "hidden_act": "relu2"},
 }  # fmt: skip
 SAME = [  # a family, harmless changes
     ("llama", {"head_dim": None, "mlp_bias": False, "sliding_window": None, "partial_rotary_factor": 1.0}),
@@ -452,7 +458,8 @@ SAME = [  # a family, harmless changes
     ("gemma3_text", {"sliding_window_pattern": ..., "rope_local_base_freq": ..., "query_pre_attn_scalar": ...}),
     ("gemma3_text", {"vision_config": {"x": 1}, "hidden_activation": "gelu_new", "hidden_act": "silu"}),
     ("gemma3_text", {"layer_types": [*([*["sliding_attention"] * 5, "full_attention"] * 5)[:26]]}),
-    ("gemma3", {"vision_config": None, "image_token_id": 5}),
+    ("gemma3", {"vision_config": None, "image_token_id": 5}), ("granite", {"embedding_multiplier": 12}),
+    ("arcee", {"hidden_act": ...}),
 ]  # fmt: skip
 
 
@@ -495,6 +502,7 @@ UNSUPPORTED = (
     ("llama", "auto_map", {"AutoModel": "m.py"}), ("llama", "num_experts", 8), ("llama", "use_rms_norm", False),
     ("gemma3_text", "final_logit_softcapping", 30.0), ("gemma3_text", "use_bidirectional_attention", True),
     ("gemma3_text", "sliding_window_pattern", 4),
+    ("arcee", "hidden_act", "silu"), ("granite", "hidden_act", "relu2"),
     ("llama", "use_sliding_window", True), ("llama", "quantization_config", {"quant_method": "gptq", "bits": 4}),
 )  # fmt: skip
 NEAR = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}
