@@ -85,7 +85,7 @@ FORMAT = 4
 FILE_BYTES = 2**31  # of a file, and at most one tensor more: they are copied into the host's memory to be written
 OPEN_FILES = 64  # of a checkpoint, at a time
 PROBE = 128  # tokens of the probe
-TRIES, PAUSE = 3, 30  # saves in a row that may fail; seconds between tries of the last save
+TRIES, PAUSE = 3, 30  # failures of saves in a row that end the run; seconds between two tries of a save
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
 TOLERANCE = {
     torch.float32: 0.002,
@@ -195,9 +195,9 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
 class Saver(AbstractContextManager):
     """Writes checkpoints in the background: `save` computes the probe's loss, and a thread copies this rank's shards
     into the host's memory and writes them. The optimizer's next step waits for the copies. Each save waits for the
-    previous save. After a save that has failed, the next step is saved, then the next one that is due; TRIES failures
-    in a row end the run. If an error ends the loop, the context manager waits for the save in progress. All ranks must
-    make one."""
+    previous save. One that fails is tried again after PAUSE seconds, and if it fails again, the run goes on until the
+    next save; TRIES failures in a row end the run. If an error ends the loop, the context manager waits for the save in
+    progress. All ranks must make one."""
 
     def __init__(self, config: Config, run: Run, model: nn.Module, optimizer: Optimizer, data: Loader, start: int):
         """start: the last step before this start of the run."""
@@ -208,8 +208,7 @@ class Saver(AbstractContextManager):
         # A checkpoint after `start` is damaged: otherwise the run would resume from it. A fresh start (0) renames none.
         on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
         self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
-        self.failures = self.in_a_row = 0  # saves that have failed, as all ranks know; since the last one that has not
-        self.again = False  # whether to save the next step
+        self.failures = 0  # in a row; the same on all ranks
         self.copies = HostCopies(self.ranks.device)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
@@ -217,99 +216,95 @@ class Saver(AbstractContextManager):
             with self.run.phase("saves"):
                 futures.wait([self.writing], ANSWER)  # seconds
 
-    def count_failures(self) -> int:
-        """Saves that have failed, as far as this rank knows."""
-        return self.failures + bool(self.writing and self.writing.done() and self.writing.exception())
-
-    def must_repeat(self, failures: int) -> bool:
-        """Whether to save this step because the save before has failed. failures: the most that a rank has counted.
-        All ranks must call, with the same number."""
-        if failures > self.failures:
-            self.wait()
-        return self.again
-
     def save(self, step: int, row: Tensor, facts: dict | None = None, last: bool = False) -> float:
         """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
         training waited. row [T]: tokens for the probe. facts: more for the manifest. last: training ends here, so the
         save is awaited, and tried TRIES times. All ranks must call."""
         begin = time.perf_counter()
-        copies = self.config.save_async and self.config.offload == "none" and not last
         with self.run.phase("saves"):
             self.wait()
-            self.again = False
-            self._start(step, row, facts or {}, copies)
+            positions = gather(on_every_rank(self.data.state_dict, self.ranks), self.ranks)
+            compare_replicas(self.model, self.ranks, self.run.mesh, step)
+            tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
+            loss = probe_loss(self.model, tokens, self.ranks.device)
+            if not math.isfinite(loss):
+                raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
+            manifest = (facts or {}) | {
+                "format": FORMAT,
+                "step": step,
+                "position": merge_positions(positions),
+                "probe": {"tokens": tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
+                "base": self.base,
+                "config": self.config.flags(),
+                "model": asdict(self.config.model_config),
+            }
+            tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
+            # Otherwise training waits: for the last save, and for an offloaded state, which fills the host.
+            copies = self.config.save_async and self.config.offload == "none" and not last
+            if copies:
+                self.optimizer.may_update.clear()
+                self.copies.begin()
             if last:
-                self.in_a_row = 0
-            while not copies and not self.wait() and last:
-                time.sleep(PAUSE)
-                self._start(step, row, facts or {}, copies)
+                self.failures = 0
+            tries = TRIES if last else 2
+            self.writing = self.thread.submit(self._try, manifest, tensors, layouts, copies, tries)
+            if not copies:
+                self.wait()
         return 1e3 * (time.perf_counter() - begin)
 
-    def _start(self, step: int, row: Tensor, facts: dict, copies: bool) -> None:
-        positions = gather(on_every_rank(self.data.state_dict, self.ranks), self.ranks)
-        compare_replicas(self.model, self.ranks, self.run.mesh, step)
-        tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
-        loss = probe_loss(self.model, tokens, self.ranks.device)
-        if not math.isfinite(loss):
-            raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
-        manifest = facts | {
-            "format": FORMAT,
-            "step": step,
-            "position": merge_positions(positions),
-            "probe": {"tokens": tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
-            "base": self.base,
-            "config": self.config.flags(),
-            "model": asdict(self.config.model_config),
-        }
-        tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
-        if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
-            self.optimizer.may_update.clear()
-            self.copies.begin()
-        self.writing = self.thread.submit(self._write, manifest, tensors, layouts)
+    def wait(self) -> None:
+        """Waits for the save in progress. Raises Failure if saves have failed TRIES times. All ranks must call."""
+        if self.writing:
+            with self.run.phase("saves"):
+                self.writing.result()
 
-    def wait(self) -> bool:
-        """Waits for the save in progress -> whether it is on disk. Raises Failure if it is one failure too many. All
-        ranks must call."""
-        if not self.writing:
-            return True
-        with self.run.phase("saves"):
-            error = self.writing.exception()
-        self.writing = None
-        if not error:
-            self.in_a_row = 0
-            return True
-        self.failures += 1
-        self.in_a_row += 1
-        self.again = self.in_a_row == 1
-        message = f"Saves that have failed in a row: {self.in_a_row} of {TRIES}: {describe_error(error)[1]}"
-        if self.in_a_row == TRIES:
-            raise Failure(f"Stopped by {self.run.stopped_by} without a save. " * bool(self.run.stopped_by) + message)
-        logger.warning(f"{message}. It is tried again")
-        return False
+    def _try(
+        self,
+        manifest: dict,
+        tensors: dict[str, Tensor],
+        layouts: dict[str, Layout],
+        copies: bool,
+        tries: int,
+    ) -> None:
+        """Runs in the thread. Copies this rank's shards, if training goes on, and saves them; see Saver."""
 
-    def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, Layout]) -> None:
-        """Runs in the thread: every rank copies and writes its shards, then rank 0 writes the manifest."""
-        begin = time.perf_counter()
+        def copy() -> dict[str, Tensor]:
+            try:
+                return self.copies.make(tensors) if copies else tensors
+            finally:
+                self.optimizer.may_update.set()
+
+        shards = on_every_rank(copy, self.ranks_of_thread)
+        for number in range(tries):
+            if number:
+                time.sleep(PAUSE)
+            try:
+                self._write(manifest, shards, layouts)
+                self.failures = 0
+                return
+            except Exception as error:  # of any rank
+                what = describe_error(error)[1]
+            self.failures += 1
+            message = f"Saves that have failed in a row: {self.failures} of {TRIES}: {what}"
+            if self.failures == TRIES:
+                stopped_by = self.run.stopped_by
+                raise Failure(f"Stopped by {stopped_by} without a save. " * bool(stopped_by) + message)
+            logger.warning(f"{message}. It is tried again")
+
+    def _write(self, manifest: dict, shards: dict[str, Tensor], layouts: dict[str, Layout]) -> None:
+        """Every rank writes its shards, then rank 0 writes the manifest."""
+        begin, ranks = time.perf_counter(), self.ranks_of_thread
         folder = step_folder(self.run.folder, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
-
-        def write() -> list[dict]:
-            may_update = self.optimizer.may_update
-            try:  # it may if training waits for this save
-                shards = tensors if may_update.is_set() else self.copies.make(tensors)
-            finally:
-                may_update.set()
-            return _write_shards(temporary, shards, layouts, self.ranks.rank)
-
         try:
-            files = sum(gather(on_every_rank(write, self.ranks_of_thread), self.ranks_of_thread), [])
-            manifest |= {"tensors": layouts, "files": files}
-            on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.ranks_of_thread)
+            files = on_every_rank(lambda: _write_shards(temporary, shards, layouts, ranks.rank), ranks)
+            manifest = manifest | {"tensors": layouts, "files": sum(gather(files, ranks), [])}
+            on_first_rank(lambda: _commit(temporary, folder, manifest, self.config), ranks)
         except Exception:  # of any rank
-            if self.ranks.rank == 0:
+            if ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        size = sum(row["bytes"] for row in files)
+        size = sum(row["bytes"] for row in manifest["files"])
         logger.info(f"Saved {folder.name}: {size / 1e9:.3f} GB in {time.perf_counter() - begin:.1f} s")
 
 
@@ -347,7 +342,7 @@ def assign_files(layouts: dict[str, Layout]) -> None:
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, Layout], rank: int) -> list[dict]:
-    """Writes the shards of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
+    """Writes the shards of a rank -> a row of the manifest for each file."""
     folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     folder.mkdir(exist_ok=True)
     rows, files = [], {layouts[key].file: [] for key in tensors}
@@ -355,7 +350,7 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, L
         files[layouts[key].file].append(key)
     for file, keys in files.items():
         path = folder / file_name(file, rank)
-        write_file(path, {key: tensors.pop(key).contiguous() for key in keys})
+        write_file(path, {key: tensors[key].contiguous() for key in keys})
         rows.append({"file": file, "part": rank, "bytes": path.stat().st_size, "crc32": checksum(path)})
     return rows
 

@@ -378,12 +378,10 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
 
 
 @pytest.mark.parametrize("mode, failures, saved", [
-    ("off", [1], [6, 10, 12]), ("off", [1, 2], [10, 12]), ("off", [1, 2, 3], []), ("off", [2, 3], [5, 12]),
+    ("off", [1], [5, 10, 12]), ("off", [1, 2], [10, 12]), ("off", [1, 2, 3], []), ("off", [2, 3], [5, 12]),
     ("off", [3, 4], [5, 10, 12]), ("off", [3, 4, 5], [5, 10]), ("on", range(1, 9), []),
 ])  # fmt: skip
-def test_a_failed_save_is_repeated_after_the_next_step_and_when_one_is_due(
-    tmp_path, run_here, monkeypatch, mode, failures, saved
-):
+def test_a_failed_save_is_repeated_soon_and_when_one_is_due(tmp_path, run_here, monkeypatch, mode, failures, saved):
     """The third failure in a row ends the run, also of saves in the background. The last save is tried three times by
     itself."""
     write, count = checkpoint.write_file, itertools.count(1)

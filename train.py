@@ -93,8 +93,7 @@ def train(config: Config, run: Run) -> None:
             lr = learning_rate(config, step)
             loss, grad_norm, details = train_step(model, optimizer, micro_batches, lr, gradients, objective)
             log.sum_details(details)
-            stops, failures = run.vote(saver.count_failures())  # of all ranks; of several, one step late
-            todo = actions_after(config, step, stops, saver.must_repeat(failures))
+            todo = actions_after(config, step, run.vote())  # of all ranks; of several, one step late
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
             val = evaluate(model, val_data, run, objective, questions) if todo.evaluate else {}
             todo.save |= best.update(step, val)
@@ -129,9 +128,8 @@ def finish_again(config: Config, run: Run, step: int, best: checkpoint.Best) -> 
     on_first_rank(lambda: preflight.say_finished(config, step), run.ranks)
 
 
-def actions_after(config: Config, step: int, stops: bool, save: bool) -> SimpleNamespace:
-    """The actions of the loop after a step: true or false for each. stops: the ranks have agreed to stop. save: in any
-    case."""
+def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
+    """The actions of the loop after a step: true or false for each. stops: the ranks have agreed to stop."""
 
     last = step == config.steps
 
@@ -139,7 +137,7 @@ def actions_after(config: Config, step: int, stops: bool, save: bool) -> SimpleN
         return every > 0 and (step % every == 0 or (last and at_end))
 
     evaluate, sample = due(config.eval_every, at_end=True), due(config.sample_every, at_end=True)
-    save = save or last or stops or due(config.save_every)
+    save = last or stops or due(config.save_every)
     record = step == 1 or evaluate or save or due(config.log_every)
     stop = stops and not last
     return SimpleNamespace(evaluate=evaluate, record=record, save=save, sample=sample, stop=stop)

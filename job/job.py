@@ -140,26 +140,25 @@ class Run:
                 write_json(self.folder / "status.json", status | {"attempt": os.environ.get("TORCHELASTIC_RUN_ID")})
                 self.ended = state != "running"
 
-    def vote(self, failures: int = 0) -> tuple[bool, int]:
+    def vote(self) -> bool:
         """Casts this step's vote -> the outcome of the step before, so nobody waits for the answer: whether the
-        watchdog of any rank has noticed a request to stop, and the most `failures` of saves that a rank has counted.
-        All ranks must call, once a step."""
+        watchdog of any rank has noticed a request to stop. All ranks must call, once a step."""
         if self.ranks.world_size == 1:
             self.stopped_by = self.stop_reason
-            return bool(self.stop_reason), failures
-        outcome = 0, 0
+            return bool(self.stop_reason)
+        outcome = 0
         if self.pending_vote:
             work, vote = self.pending_vote
             work.wait(timedelta(seconds=ANSWER)) if self.stop_reason else work.wait()  # a peer may be dead
-            outcome = vote.tolist()
-        vote = torch.tensor([int(bool(self.stop_reason)), failures])
+            outcome = vote.item()
+        vote = torch.tensor(int(bool(self.stop_reason)))
         self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
         if self.profiles:
             # torch may lose the events of all threads if a thread records its first while the profile ends
             self.pending_vote[0].wait()
-        if outcome[0]:
+        if outcome:
             self.stopped_by = self.stop_reason or "another rank"
-        return bool(outcome[0]), outcome[1]
+        return bool(outcome)
 
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""

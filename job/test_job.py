@@ -34,8 +34,8 @@ def vote() -> None:
     run, answers = guard.Run("", ranks), []
     for step in range(6):
         run.stop_reason = "SIGTERM" if step >= 2 and ranks.rank == 1 else ""
-        answers.append(run.vote(ranks.rank * step))
-    assert answers == [(step > 2, max(0, step - 1)) for step in range(6)], answers
+        answers.append(run.vote())
+    assert answers == [step > 2 for step in range(6)], answers
     run = guard.Run("", ranks, profiles=True)
     time.sleep(0.3 * ranks.rank)
     run.vote()
@@ -96,9 +96,9 @@ def wait_until(condition) -> None:
 @pytest.mark.parametrize("number", watchdog.STOPS)
 def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
     watched.clock.switch("steps")
-    assert watched.vote() == (False, 0)
+    assert not watched.vote()
     os.kill(os.getpid(), number)
-    wait_until(lambda: watched.vote()[0])
+    wait_until(watched.vote)
     assert watched.stop_reason == number.name
     assert not watched.watchdog.ended
 
