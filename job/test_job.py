@@ -69,7 +69,7 @@ def watched(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT", 0.1)
     before = {number: signal.getsignal(number) for number in watchdog.STOPS}
     run = guard.Run(tmp_path, ALONE)
-    run._take_folder()
+    run.nonce = run._take_folder()
     run.began, run.clock.step = True, 7
     run.write_status("running", 7)
 
@@ -213,8 +213,8 @@ def test_a_disk_that_does_not_answer_costs_no_lock(tmp_path, watched, monkeypatc
     fail, lock = mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE))), tmp_path / "lock"
     with monkeypatch.context() as m:
         m.setattr(os, "lstat", fail)
-        m.setattr(Path, "read_bytes", fail)
-        wait_until(lambda: watched.watchdog.renews)
+        m.setattr(Path, "read_text", fail)
+        wait_until(lambda: watched.watchdog.warned)
         failures = fail.call_count
         wait_until(lambda: fail.call_count > failures + 10)
     os.utime(lock, (1, 1))

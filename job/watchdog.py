@@ -38,7 +38,7 @@ class Watchdog:
         """run: a job.Run."""
         self.run, self.ranks, self.clock, self.store = run, run.ranks, run.clock, run.store
         self.stopped_at = 0.0  # when the first request to stop came
-        self.renews = False  # the lock: filelock's thread has given up
+        self.warned = False  # of a disk that does not let it renew the lock
         self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
         self.parent, self.siblings = os.getppid(), 0  # siblings: ranks that the parent, torchrun, has, if it has all
@@ -62,7 +62,7 @@ class Watchdog:
                 self._beat()
                 self._follow()
             self._obey(arrived)
-            if reason := self._lost_lock():
+            if self.run.lock and (reason := self._lost_lock()):
                 self.run.ended = True  # status.json may be another job's by now
                 what = f"the lock is lost, perhaps to another job ({reason})"
                 self._end("failed", f"--out {self.run.folder}: {what}")
@@ -83,24 +83,20 @@ class Watchdog:
         self.siblings = present * (present == int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
 
     def _lost_lock(self) -> str:
-        """The proof that the lock is not this job's any more. An error of the disk is none: then this thread renews the
-        lock, because filelock's thread gives up."""
-        lost, path = self.run.lock and self.run.lock.compromise, self.run.folder / "lock"
-        if not lost:
-            return ""
-        if lost.reason != "refresh-failed":
-            return lost.reason
-        if not self.renews:
-            self.renews = True
-            logger.warning(f"{path} cannot be renewed, which is tried again: {lost.error}")
+        """The proof that the lock is not this job's any more. An error of the disk is none. It also renews the lock,
+        because filelock's thread gives up after such an error."""
+        path = self.run.folder / "lock"
         try:
-            if lost.token.encode() not in path.read_bytes():
-                return "owner-changed"
+            text = path.read_text(errors="replace")
+            if text and self.run.nonce not in text:  # a power failure can empty it
+                return "it names another one"
             os.utime(path)
         except FileNotFoundError:
-            return "marker-missing" * os.path.isdir(self.run.folder)  # which may be unmounted for a while
-        except OSError:
-            pass
+            return "it is gone" * self.run.folder.is_dir()  # which may be unmounted for a while
+        except OSError as e:
+            if not self.warned:
+                logger.warning(f"{path} cannot be renewed, which is tried again: {e}")
+            self.warned = True
         return ""
 
     def _obey(self, arrived: bytes) -> None:
