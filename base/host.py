@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from base import torch_private
 from base.disk import ROOT, VERSION
 from base.errors import UserError
-from base.tensors import is_sharded
 
 
 class Gpu(NamedTuple):
@@ -207,35 +204,18 @@ def without_collector() -> Iterator[Callable[[bool, bool], None]]:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of the host's memory that this process may still take: within the limits of its control group (version 2)
-    and of all parents, as a container or Slurm sets them. Cached files count as free. root: of the kernel's files."""
-    free = [_kib_of("MemAvailable", root / "proc/meminfo") * 1024]
+    """Bytes of the host's memory that are free, or the limit of this process's control group (version 2) or of a
+    parent, as a container or Slurm sets it, if that is less. root: of the kernel's files."""
+    sizes = [_kib_of("MemAvailable", root / "proc/meminfo") * 1024]
     groups = root / "proc/self/cgroup"
     group = re.search("^0::/(.*)", groups.read_text() if groups.exists() else "", re.M)
     innermost = root / "sys/fs/cgroup" / (group[1] if group else "")
     for folder in (innermost, *innermost.parents):
         with contextlib.suppress(OSError, ValueError):  # a folder without this file, or its limit is "max"
-            limit = int((folder / "memory.max").read_text())
-            stat = (folder / "memory.stat").read_text()
-            cached = re.findall("^(?:active_file|inactive_file|slab_reclaimable) (.*)", stat, re.M)
-            used = int((folder / "memory.current").read_text()) - sum(map(int, cached))
-            free.append(max(limit - used, 0))
-    return min(free)
+            sizes.append(int((folder / "memory.max").read_text()))
+    return min(sizes)
 
 
 def _kib_of(name: str, path: Path | str) -> int:
     """A value in kB of a file of the kernel's."""
     return int(re.search(rf"^{name}:\s*(\d+)", Path(path).read_text(), re.M)[1])
-
-
-def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Gives parameters and buffers on the meta device memory with undefined values, and separates tied ones, as torch's
-    `to_empty` does. `empty_like` of such a tensor imports sympy (20 MB, a third of a second): only sharded ones use
-    it."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        if is_sharded(tensor):
-            return torch.empty_like(tensor, device=device)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-    torch_private.apply_to_tensors(model, empty)
