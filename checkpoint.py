@@ -127,20 +127,23 @@ class Best:
     ranks have the same."""
 
     def __init__(self, config: Config, resume_from: "Checkpoint | None", warnings: list[str]):
-        """Continues from a checkpoint, unless its best one is not in this run folder, or was judged by other data, of
-        which it adds a warning."""
+        """Continues from a checkpoint. Adds a warning if its best one is not in this run folder, or was judged by
+        another figure or other data."""
         self.name, self.patience = config.keep_best, config.patience
         self.value, self.step, self.since = math.inf, 0, 0  # value: small is good; since: evaluations after the best
         self.reason = ""  # why the run ends before --steps
         saved = resume_from and resume_from.manifest.get("best")
-        data = "eval_score" if self.name == "score_acc" else "val_data"
-        if not saved or saved["name"] != self.name:
+        if not saved or self.name == "none":
             return
-        if getattr(resume_from.config, data) != getattr(config, data):
-            warnings.append(f"Another --{data}: the best {self.name} so far is forgotten")
-        elif step_folder(Path(config.out), saved["step"]).exists():
-            reason = saved["reason"] if saved["patience"] == self.patience else ""
-            vars(self).update(saved, patience=self.patience, reason=reason)
+        old = resume_from.config
+        judges = old.keep_best, old.val_data, old.eval_score
+        is_here = step_folder(Path(config.out), saved["step"]).exists()
+        if not is_here or judges != (config.keep_best, config.val_data, config.eval_score):
+            warnings.append(f"The best checkpoint, of step {saved['step']}, is not here or was judged otherwise")
+            return
+        vars(self).update(saved, patience=self.patience)
+        if saved["patience"] != self.patience:
+            self.reason = ""
 
     def update(self, step: int, val: dict[str, float]) -> bool:
         """Whether to save this step, because its evaluation is the best so far, or ends the run."""
@@ -601,13 +604,6 @@ def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
         return
     if resume_from.step >= config.steps and not step_folder(Path(config.out), resume_from.step).exists():
         raise UserError(f"--steps {config.steps}: {resume_from.folder} has done {resume_from.step}; give more")
-    # Flags of version 0.3 that have ended, where they made a difference.
-    saved = resume_from.manifest["config"]
-    in_e4m3 = saved.get("fp8_grad_dtype") == "e4m3" and config.fp8 == "tensor"
-    is_balanced = 0 <= saved.get("router_aux_loss_coef", -1) != config.model_config.router_aux_loss_coef
-    for ended, name in ((in_e4m3, "fp8_grad_dtype"), (is_balanced, "router_aux_loss_coef")):
-        if ended:
-            raise UserError(f"{resume_from.folder} needs --{name} {saved[name]}: resume it with version 0.3.0")
     refused = {name: pair for name, pair in changes(resume_from, config).items() if name not in config.resume_override}
     if not refused and resume_from.model_config != config.model_config:
         refused["model"] = [resume_from.model_config, config.model_config]  # its config.json has changed

@@ -124,26 +124,6 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
         checkpoint.refuse_changes(checkpoint.find(config)[0], config)
 
 
-@pytest.mark.parametrize("flags, ended, refused", [
-    ("", {"replicas_every": 7, "fp8_log_every": 7, "check": 4, "fp8_grad_dtype": "auto"}, ""),
-    ("", {"router_aux_loss_coef": -1.0, "fp8_grad_dtype": "e4m3", "text_field": "body"}, ""),
-    ("", {"router_aux_loss_coef": 0.02}, ""),  # the model's
-    ("", {"router_aux_loss_coef": 0.5}, "needs --router_aux_loss_coef 0.5: resume it with version 0.3.0"),
-    ("--fp8 tensor", {"fp8_grad_dtype": "e5m2"}, ""),
-    ("--fp8 tensor", {"fp8_grad_dtype": "e4m3"}, "needs --fp8_grad_dtype e4m3: resume it with version 0.3.0"),
-    ("--fp8 row", {"fp8_grad_dtype": "e4m3"}, ""),
-])  # fmt: skip
-def test_a_checkpoint_of_version_0_3_with_flags_that_have_ended(tmp_path, flags, ended, refused):
-    config, *state = make_state(tmp_path, *flags.split(), "--model", "tiny-mixtral", "--steps", "9", steps=1)
-    folder = save(tmp_path, 4, *state, {}, config)
-    coefficient = max(0.02, ended.get("router_aux_loss_coef", -1))
-    rewrite(folder, lambda m: (m["config"].update(ended), m["model"].update(router_aux_loss_coef=coefficient)))
-    found, _ = checkpoint.find(checkpoint.keep_defaults(config))
-    assert found.step == 4
-    with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        checkpoint.refuse_changes(found, config)
-
-
 def reshard() -> None:
     """A rank that loads, saves and exports."""
     run, name, size, optimizer = Path(sys.argv[2]), *sys.argv[3:]
@@ -357,7 +337,7 @@ def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path
 
 READS = [  # functions that read a file in a verification and a load
     ("pathlib.Path.read_bytes", "manifest.json"), ("base.tensors.open", "rank-00000.safetensors"),
-    ("base.disk.open", "rank-00000.safetensors"), ("base.tensors.TensorFile._read_run", "rank-00000.safetensors"),
+    ("base.disk.open", "rank-00000.safetensors"), ("base.tensors.TensorFile._read_rows", "rank-00000.safetensors"),
 ]  # fmt: skip
 
 
@@ -372,7 +352,7 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
     failures = []
 
     def fail(*args, **how):
-        if failures and ("_read_run" in name or file in str(args[0])):
+        if failures and ("_read_rows" in name or file in str(args[0])):
             raise failures.pop()
         return works(*args, **how)
 

@@ -188,7 +188,7 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert f"{found[12]:.4f}" in capsys.readouterr().out
     flags[-1] = write(tmp_path / "others.jsonl", [row | {"choices": ["xx", "and"]} for row in rows])
     output = run_here(run, *flags, "--steps", 16, "--keep_best", "score_acc")
-    forgotten = "the best score_acc so far is forgotten" in (run / "log.txt").read_text()
+    forgotten = f"of step {best}, is not here or was judged otherwise" in (run / "log.txt").read_text()
     assert forgotten and "hf/ has step 16: best score_acc" in output
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)

@@ -212,7 +212,7 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     shard.shard_model(
         model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload, pairs
     )
-    host.allocate(model, "cpu" if offload else ranks.device)
+    model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 

@@ -18,8 +18,6 @@ add_to = torch._foreach_add_  # adds a number or a scalar to each tensor of a li
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # shown every operator; waits for a public name
 # The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query.
 choose_sdpa = torch._fused_sdp_choice
-# Replaces each parameter and buffer of a module by a function of it. Waits for a public one: `to_empty` takes none.
-apply_to_tensors = torch.nn.Module._apply
 # FP8 products of matrices, and of groups of rows. torch 2.11 does not compile F.scaled_mm and F.scaled_grouped_mm, and
 # until 2.13 the latter: they replace these names when the oldest supported torch does.
 scaled_mm, scaled_grouped_mm = torch._scaled_mm, torch._scaled_grouped_mm

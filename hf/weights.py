@@ -26,7 +26,6 @@ import torch
 from base import disk
 from base.disk import read_json, read_object, sample_digest, write_json
 from base.errors import UserError
-from base.host import allocate
 from base.hub import local_path
 from base.ranks import ALONE, Ranks, on_every_rank, on_first_rank
 from base.tensors import Slices, TensorFile, assemble, write_file
@@ -274,7 +273,7 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     """A model for evaluation with uninitialised parameters in `dtype`."""
     with torch.device("meta"):
         model = Transformer(config, dtype).to(dtype)
-    allocate(model, device)
+    model.to_empty(device=device)
     model.tie_weights()
     return model.eval()
 
