@@ -71,8 +71,13 @@ WEIGHTS = (
 )
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
 KNOWN = ("role", "content", "weight", *REASONING)
-# Fields that would change the trained tokens, but that nothing here can honour.
-REFUSED = (
+# Fields that would change the trained tokens: a row is refused if the template does not render them.
+TOLD = (
+    "tool_calls",
+    "function_call",
+    "name",
+    "tools",
+    "documents",
     "history",
     "functions",
     "mask",
@@ -81,14 +86,6 @@ REFUSED = (
     "loss_weight",
     "train_mask",
     "labels",
-)
-# Fields that must not be lost if the template does not render them.
-TOLD = (
-    "tool_calls",
-    "function_call",
-    "name",
-    "tools",
-    "documents",
 )
 # Fields of a row or a message that do not belong to the conversation.
 BOOKKEEPING = (
@@ -150,9 +147,6 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
     system = next((name for name in (*chat_fields[:-2], "system") if name in given), None)
     if system:
         messages = [_read_message({"role": "system", "content": given[system]}), *messages]
-    if refused := {*REFUSED} & {name for fields in (given, *messages) for name in fields}:
-        fix = 'use messages for turns, `tools` for functions, and "weight": 0 in messages that are not trained on'
-        raise UserError(f"nothing reads the field {min(refused)}: {fix}")
     inputs = {name: parse_field(given[name], name, kind) for name, kind in INPUTS.items() if name in given}
     inputs |= inputs.pop("chat_template_kwargs", {})
     others = {name: given[name] for name in given if name not in (*names, *chat_fields, system, *INPUTS)}
@@ -175,8 +169,7 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
         messages, inputs, unread = find_messages(others | turns, (*chat_fields[:-2], *turns))
         has_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
         earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]]
-        last = {key: value for key, value in messages[-1].items() if key != "weight"}
-        found.append(([*earlier, last], inputs, unread))
+        found.append(([*earlier, messages[-1]], inputs, unread))
         if not has_answer or earlier != found[0][0][:-1]:
             raise UserError(f"{' and '.join(names)} differ before their last answer, or {name} does not end with one")
     return found
@@ -301,35 +294,28 @@ def render_chat(
     """messages [{"role", "content", ...}] -> (ids, mask). mask is 1 on the assistant's tokens and the token that closes
     them, but 0 on an earlier answer whose text the template leaves out in part; UserError if that is the last message.
     If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools` and other
-    variables of the template. notes: a list for what the template changes or leaves out; with it, UserError if the
-    template does not render a field of TOLD. others: fields of the row that nothing reads."""
+    variables of the template. notes: a list for what the template changes or leaves out. others: fields of the row that
+    nothing reads."""
     compiled, control = _compile_template(tokenizer, template)
+    notes, inputs = [] if notes is None else notes, {"tools": None, "documents": None} | (inputs or {})
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     _check_messages(messages)
+    _note_unread(others or {}, "", notes)
+    for fields in (inputs, *messages):
+        _note_unread(fields, template, notes)
     for message in messages:
         reasoning = [message.pop(name) for name in REASONING if name in message]
         if reasoning:
             message |= dict.fromkeys(REASONING[:2], reasoning[0])
-    inputs = {"tools": None, "documents": None} | (inputs or {})
     inputs, messages = map_values([inputs, messages], lambda text: _break_up(text, control))
 
-    def render(messages, asks=False, inputs=inputs):
+    def render(messages, asks=False):
         try:
             return compiled.render(messages=messages, add_generation_prompt=asks, **inputs)
         except Exception as e:  # of any kind
             raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
-    asks = messages[-1]["role"] != "assistant"
-    text = render(messages, asks)
-    if notes is not None:
-        _refuse_lost(render, messages, inputs, asks, text)
-        fields = {name: value for part in (inputs, *messages) for name, value in part.items() if name not in template}
-        for name, value in ((others or {}) | fields).items():
-            plain = name.lower()
-            if plain not in (*KNOWN, *TOLD, *BOOKKEEPING) and not plain.endswith(BOOKKEEPING_ENDS):
-                notes.append((f"nothing reads the field {name}", str(value)))
-        if "strftime_now" in template:
-            notes.append(("the chat template asks for today's date and always gets this one", f"{DATE:%d %B %Y}"))
+    text = render(messages, messages[-1]["role"] != "assistant")
     answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if OPEN in text:
         parts = re.split(f"[{OPEN}{CLOSE}]", text)
@@ -340,12 +326,25 @@ def render_chat(
     else:
         places = _find_answers(render, messages, answers, text, control)
     trained = bytearray(len(text))
-    for begin, end in _choose_answers(messages, places, text, control, [] if notes is None else notes):
+    for begin, end in _choose_answers(messages, places, text, control, notes):
         trained[begin:end] = b"\1" * (end - begin)
     ids, mask = _encode(tokenizer, text, trained, control)
-    if notes is not None and ids[:2] == [tokenizer.bos_id] * 2:
+    if ids[:2] == [tokenizer.bos_id] * 2:
         notes.append(("the chat template begins with BOS twice", text))
     return ids, mask
+
+
+def _note_unread(fields: dict, template: str, notes: Notes) -> None:
+    """Notes fields of a row or a message that neither the template nor anything else reads. UserError if it is a field
+    of TOLD; the name of a tool that answers is none."""
+    for name, value in fields.items():
+        plain = name.lower()
+        if name in template or plain in (*KNOWN, *BOOKKEEPING) or plain.endswith(BOOKKEEPING_ENDS):
+            continue
+        if name not in TOLD:
+            notes.append((f"nothing reads the field {name}", str(value)))
+        elif value not in EMPTY and fields.get("role") != "tool":
+            raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
 
 
 def _check_messages(messages: list[dict]) -> None:
@@ -419,43 +418,26 @@ def _choose_answers(messages, places, text, control, notes) -> list[tuple[int, i
     """The places that are trained on: of the answers that have a weight and whose text is all there; white space does
     not count. Notes texts that the template changes or leaves out; UserError if that is a part of an answer that ends
     the messages."""
-    controls, chosen, whole = [0, *(match.start() for match in control.finditer(text))], [], "".join(text.split())
+    controls, chosen = [0, *(match.start() for match in control.finditer(text))], []
     for k, message in enumerate(messages):
-        role, written, lost = message["role"], whole, ""
-        is_trained = role == "assistant" and message.get("weight") != 0
-        if is_trained:
-            begin, end = places[k]
-            # From a control token on, because the prompt for the answer may open its thought.
-            header = controls[max(bisect_left(controls, begin) - 1, 0)]
-            written = "".join(text[header:end].split())
+        is_trained = message["role"] == "assistant" and message.get("weight") != 0
+        begin, end = places[k] if is_trained else (0, len(text))
+        # From a control token on, because the prompt for the answer may open its thought.
+        header = controls[max(bisect_left(controls, begin) - 1, 0)]
+        written, lost = "".join(text[header:end].split()), ""
         for name in ("content", "reasoning_content"):  # the content stands behind the reasoning
             words = str(message.get(name, ""))
             if words.strip():
                 written, is_there, _ = written.rpartition("".join(words.split()))
                 lost = lost if is_there else words.replace(MARK, "")
-        what = f"the chat template changes or leaves out text of the {role}"
-        if is_trained and not lost:
-            chosen.append((begin, end))
-        elif is_trained and k == len(messages) - 1:
-            fix = "take it out of the row, or use a chat template that keeps it"
-            raise UserError(f"Chat: {what}'s last answer: {lost!r:.100}: {fix}")
-        elif lost:
+        what = f"the chat template changes or leaves out text of the {message['role']}"
+        if lost and is_trained and k == len(messages) - 1:
+            raise UserError(f"Chat: {what}'s last answer: {lost!r:.100}: use a chat template that keeps it")
+        if lost:
             notes.append((f"{what}'s earlier answer: it is not trained on" if is_trained else what, lost))
+        elif is_trained:
+            chosen.append((begin, end))
     return chosen
-
-
-def _refuse_lost(render, messages, inputs, asks, text) -> None:
-    """UserError if the template does not render a field of TOLD. It need not render the name of a tool."""
-    others = [message for message in messages if message["role"] != "tool"]
-    told = {name: part[name] for part in (inputs, *others) for name in TOLD if part.get(name) not in EMPTY}
-    for name, value in told.items():
-        without = [{n: v for n, v in message.items() if n != name} for message in messages]
-        try:
-            is_lost = render(without, asks, inputs | {name: None}) == text
-        except UserError:
-            continue  # the template needs the field
-        if is_lost:
-            raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
 
 
 def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pattern) -> tuple[list[int], list[int]]:
