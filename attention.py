@@ -237,13 +237,16 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) 
         last = stop if window or mask is None else k.shape[1]
         rows = q[:, :, start:stop].reshape(len(k), -1, h)  # [B K, group block, h]
         scores = (rows @ k[:, first:last].mT).view(B, -1, group, stop - start, last - first)
+        # Where only causality hides keys, every query of the block sees the keys before it. Compiled code masks in the
+        # loop of the softmax, which writing to a slice would divide.
+        edge = first if window or mask is not None or torch.compiler.is_compiling() else start
         row = torch.arange(start, stop, device=q.device)[:, None]
-        column = torch.arange(first, last, device=q.device)[None, :]
+        column = torch.arange(edge, last, device=q.device)[None, :]
         keep = column <= row if mask is None else mask[:, :, None, start:stop, first:last]
         if window:
             keep = keep & (column > row - window)
         with torch.no_grad():  # in place, and without a backward pass: softmax's gradient is zero there anyway
-            scores.masked_fill_(~keep, float("-inf"))
+            scores[..., edge - first :].masked_fill_(~keep, float("-inf"))
         weights = scores.softmax(-1)
         out.append((weights.view(len(k), -1, last - first) @ v[:, first:last]).view(B, H, stop - start, h))
     return torch.cat(out, 2)
