@@ -173,7 +173,13 @@ class Config:
         "off",
         "FP8 products, scaled by tensor, or by row and column; gw_hp = weight gradients in bf16; 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
+        excludes=(
+            ("", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
+            ("row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+            ("row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+        ),
     )
+    fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes", needs=("fp8",))
     fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj", needs=("fp8",))
     shard_size: int = may_change_on_resume(0, "ranks that share one copy of the parameters; 0 = all, 1 = no sharding")
     context_parallel: int = may_change_on_resume(1, "ranks that share each row", least=1)

@@ -132,6 +132,11 @@ class Loader:
         self.reference = None  # of all pairs [pairs, 2] fp32, which preferences.py sets
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.step_rows > self.micro_batch * self.row_groups
+
+    @property
     def epoch_rows(self) -> int:
         """Rows of the sources that are not streamed."""
         return sum(s.count or 0 for s in self.sources)

@@ -24,10 +24,10 @@ scale per row only the values of its row share it. A product of two operands car
 (sa sb), and is divided by both once, at the end.
 
 Quantization is made of plain aten operations, which the compiler fuses into the kernel that produces the operand.
-Weights are rounded to the compute dtype before they are quantized, as FSDP gathers them. Therefore a weight gives the
-same bits on any mesh. Stacked experts have a scale per row with every recipe, and dW in the compute dtype. A converted
-layer keeps its parameters and their names, and computes as before when it is not training. A checkpoint needs no state
-of FP8.
+Weights are rounded to the compute dtype before they are quantized. Therefore a weight gives the same bits when its
+layer quantizes it, when `WeightScales` does so once per step, and when each rank quantizes its shard before FSDP
+gathers it. Stacked experts have a scale per row with every recipe, and dW in the compute dtype. A converted layer keeps
+its parameters and their names, and computes as before when it is not training. A checkpoint needs no state of FP8.
 
 Sources: FP8 formats (arXiv 2209.05433); the recipes' names and the sizes worth converting follow torchao's."""
 
@@ -38,16 +38,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from base import torch_private
 from base.errors import UserError
+from base.torch_private import held_tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
 GRAD_DTYPES = {"e5m2": E5M2, "e4m3": E4M3}
 SKIP = ("lm_head", "gate")  # the head's and the router's precision decides the loss; both are small
-SMALL = "too small to become faster"
 MULTIPLE = 16  # of every dimension that a kernel reads along
 TINY = 2.0**-100  # least amax, so that zeros stay zeros; 1e-12 would flush small gradients to zero
 
@@ -116,17 +118,19 @@ def _expert_of_row(x: Tensor, ends: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x [M, K] and weight [N, K] -> [M, N]. watch [2, 5] receives the figures of x and g as a gradient, which compiler,
-    checkpointing and accumulation support without further code."""
+    """x [M, K] and weight [N, K] -> [M, N]. quantized and scale: the weight in FP8 and its scale, or None if the layer
+    must compute them. watch [2, 5] receives the figures of x and g as a gradient, which compiler, checkpointing and
+    accumulation support without further code."""
 
     @staticmethod
-    def forward(ctx, x, weight, watch, recipe, grad_dtype):
-        ctx.recipe, ctx.grad_dtype = recipe, grad_dtype
+    def forward(ctx, x, weight, quantized, scale, watch, recipe, grad_dtype):
+        ctx.recipe, ctx.grad_dtype, ctx.dtype = recipe, grad_dtype, weight.dtype
         dim = None if recipe == "tensor" else 1
-        (xq, sx), (wq, sw) = to_fp8(x, E4M3, dim), to_fp8(weight.to(x.dtype), E4M3, dim)
+        xq, sx = to_fp8(x, E4M3, dim)
+        wq, sw = to_fp8(weight.to(x.dtype), E4M3, dim, scale) if quantized is None else (quantized, scale)
         seen = None if watch is None else figures(x, xq, sx)
         if dim is None:
-            ctx.save_for_backward(xq, weight, seen, sx, sw)
+            ctx.save_for_backward(xq, weight if quantized is None else quantized, seen, sx, sw)
         else:
             ctx.save_for_backward(x, weight, seen)
         return scaled_mm(xq, wq.t(), sx, sw.t(), x.dtype, True)
@@ -138,7 +142,7 @@ class _Linear(torch.autograd.Function):
         if ctx.recipe == "tensor":
             sx, sw = scales
             gq, sg = to_fp8(g, ctx.grad_dtype)
-            wq, _ = to_fp8(weight.to(g.dtype), E4M3, scale=sw)
+            wq = weight if weight.dtype == E4M3 else to_fp8(weight.to(g.dtype), E4M3, scale=sw)[0]
             dx = scaled_mm(gq, column_major(wq), sg, sw, g.dtype, False)
             dw = scaled_mm(gq.t().contiguous(), column_major(x), sg, sx, g.dtype, False)
         else:
@@ -152,7 +156,7 @@ class _Linear(torch.autograd.Function):
                 dw = g.t() @ x
         if seen is not None:
             seen = torch.stack((seen, figures(g, gq, sg)))
-        return dx, dw.to(weight.dtype), seen, None, None
+        return dx, dw.to(ctx.dtype), None, None, seen, None, None
 
 
 class _Experts(torch.autograd.Function):
@@ -183,13 +187,16 @@ class Fp8Linear:
 
     fp8_recipe: str
     fp8_grad_dtype: torch.dtype  # of recipe tensor
-    fp8_watch = None  # collects figures as its gradient
+    fp8_weight = fp8_scale = None  # the quantized weight and its scale, if WeightScales computes them
+    fp8_local = None  # this rank's part of the quantized weight, if WeightScales writes it
+    fp8_watch = None  # collects figures as its gradient (see prepare)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = _Linear.apply(rows, self.weight, self.fp8_watch, self.fp8_recipe, self.fp8_grad_dtype)
+        weight = self.weight, self.fp8_weight, self.fp8_scale
+        y = _Linear.apply(rows, *weight, self.fp8_watch, self.fp8_recipe, self.fp8_grad_dtype)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -210,18 +217,23 @@ def _mixed(mixin: type, cls: type) -> type:
 
 
 def convert_linears(
-    module: nn.Module, recipe: str = "tensor", grad_dtype: str = "e5m2", skip: Sequence[str] = SKIP
+    module: nn.Module,
+    recipe: str = "tensor",
+    grad_dtype: str = "e5m2",
+    skip: Sequence[str] = SKIP,
+    small: bool | None = None,
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Makes the linear layers and stacked experts of a model compute in FP8, in place -> (name, shape, "fp8" or
     "bf16: reason") of each weight that multiplies.
 
     grad_dtype: e5m2 or e4m3, the format of g with recipe tensor; the other recipes use e4m3 throughout. skip: layers
-    that stay in bf16 in addition to SKIP, by their names or by parts of them between dots. Raises UserError for one
-    that matches no layer.
-
-    Layers that are too small to become faster, according to published measurements on Hopper GPUs, stay in bf16. If
-    none is larger, as in a model for tests, all are converted."""
-    layers, unmatched, skip = [], {*skip} - {*SKIP}, {*SKIP, *skip}
+    that stay in bf16 in addition to SKIP, by their names or by parts of them between dots. small: whether to convert
+    layers that are too small to become faster, according to published measurements on Hopper GPUs; None: only on a CPU,
+    where no layer becomes faster. Raises ValueError for an unknown recipe or gradient dtype, and for a name in `skip`
+    that matches no layer."""
+    if recipe not in RECIPES or grad_dtype not in GRAD_DTYPES:
+        raise ValueError(f"unknown recipe or dtype: {recipe}, {grad_dtype}")
+    rows, unmatched, skip = [], {*skip} - {*SKIP}, {*SKIP, *skip}
     for name, m in module.named_modules():
         if hasattr(m, "matmul"):
             mixin, weights = Fp8Experts, {f"{name}.{k}": p for k, p in m.named_parameters(recurse=False) if p.ndim == 3}
@@ -232,26 +244,107 @@ def convert_linears(
         skipping = {part for part in skip for weight in weights if f".{part}." in f".{weight}."}
         unmatched -= skipping
         reason = "skipped by name" if skipping else ""
-        for p in weights.values():  # the experts of a module go together
+        for p in weights.values():
             N, K = p.shape[-2:]
             by_tensor = recipe == "tensor" and mixin is Fp8Linear
+            tiny = N <= 1024 and K <= 4096 if by_tensor else N <= 2048 or K <= 1024
             if N % MULTIPLE or K % MULTIPLE:
                 reason = reason or f"{N} and {K} must divide by {MULTIPLE}"
-            elif N <= 1024 and K <= 4096 if by_tensor else N <= 2048 or K <= 1024:
-                reason = reason or SMALL
-        layers.append((m, mixin, weights, reason))
-    if unmatched:
-        raise UserError(f"--fp8_skip: no layer is called {', '.join(sorted(unmatched))}")
-    reasons = {"": "fp8"} if any(not reason for *_, reason in layers) else {SMALL: "fp8"}
-    rows = []
-    for m, mixin, weights, reason in layers:
-        verdict = reasons.get(reason, f"bf16: {reason}")
-        if verdict == "fp8":
+            elif tiny and not (p.device.type == "cpu" if small is None else small):
+                reason = reason or "too small to become faster"
+        if not reason:
             if not isinstance(m, mixin):
                 m.__class__ = _mixed(mixin, m.__class__)
             m.fp8_recipe, m.fp8_grad_dtype = recipe, GRAD_DTYPES[grad_dtype]
+        verdict = f"bf16: {reason}" if reason else "fp8"  # the experts of a module go together
         rows += [(name, tuple(p.shape), verdict) for name, p in weights.items()]
+    if unmatched:
+        raise ValueError(f"no layer is called {', '.join(sorted(unmatched))}")
     return rows
+
+
+# ---- once per step
+
+
+def fp8_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The converted linear layers by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
+
+
+class WeightScales:
+    """Computes the weights' scales (recipe tensor) once per optimizer step: one norm over all weights, one all-reduce.
+
+    group: the ranks that share one copy of the parameters; None: this rank has whole parameters. reuse: also quantize
+    each whole weight once, for all micro-batches of the step. (`gather_in_fp8` does the same for sharded weights.)
+    `refresh` must run before the first forward pass of every step, because the layers do not notice that an optimizer
+    has changed a weight. All ranks must call alike."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
+        """dtype: the compute dtype. fuse: compile the quantization."""
+        self.modules = [m for m in fp8_layers(model).values() if m.fp8_recipe == "tensor"]
+        self.watches = [m.fp8_watch for m in fp8_layers(model).values() if m.fp8_watch is not None]
+        self.dtype, self.group = dtype, group
+        self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
+        if not self.modules:
+            return
+        device = held_tensor(self.modules[0].weight).device
+        self.scales = torch.ones(len(self.modules), 4, device=device)  # 16 bytes apart: compiled code needs alignment
+        for i, m in enumerate(self.modules):
+            m.fp8_scale = self.scales[i, 0]
+            if reuse and held_tensor(m.weight) is m.weight:
+                m.fp8_weight = m.fp8_local = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for watch in self.watches:
+            watch.grad = None
+        if not self.modules:
+            return
+        weights = [held_tensor(m.weight.detach()) for m in self.modules]
+        zero = weights[0].new_zeros(1)  # stands for an empty shard
+        norms = torch_private.norms([w if w.numel() else zero for w in weights], math.inf)
+        amax = torch.stack(norms).float()
+        if self.group is not None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        self.scales.copy_(make_scale(amax.to(self.dtype), E4M3, False)[:, None])
+        for m, w in zip(self.modules, weights, strict=True):
+            if m.fp8_local is not None:
+                self.quantize(w.view(-1), m.fp8_scale, self.dtype, m.fp8_local.view(-1)[: w.numel()])
+
+
+def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    out.copy_(to_fp8(w.to(dtype), E4M3, scale=scale)[0])
+
+
+def gather_in_fp8(m: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes FSDP gather a layer's weight of recipe tensor as the bytes that `WeightScales` quantized, half of bf16's.
+    Call it after the parameters are allocated, before the first forward pass. mesh: the dimension they are sharded on.
+
+    In training, the gathered parameter has no memory: it only receives the gradient. In evaluation it has memory and
+    the exact values, which are gathered in the compute dtype."""
+    shard, (N, K) = held_tensor(m.weight), m.weight.shape
+    rows = -(-N // mesh.size())  # FSDP gathers shards of equal size: shorter ones are padded
+    payload = torch.zeros(rows, K, dtype=torch.uint8, device=shard.device)  # gloo cannot send fp8
+    m.fp8_local = payload.view(E4M3)
+
+    def before(mesh, size, stride, module, policy):
+        return (payload,), None
+
+    @torch.no_grad()
+    def after(gathered, metadata, dtype, *, out=None):
+        weight = torch.empty(N, K, dtype=dtype, device=shard.device) if out is None else out.detach()
+        if out is None:  # the first time; a view of memory that FSDP frees and fills again in place
+            m.fp8_weight = gathered[0].view(E4M3)[:N]
+        if not m.training:
+            part, full = shard.new_zeros(rows, K, dtype=dtype), shard.new_empty(rows * mesh.size(), K, dtype=dtype)
+            part[: shard.shape[0]] = shard
+            dist.all_gather(list(full.chunk(mesh.size())), part, group=mesh.get_group())
+            weight.copy_(full[:N])
+        elif out is not None:
+            weight.untyped_storage().resize_(0)
+        return (weight, (weight,)) if out is None else None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
 
 # ---- figures that show how quantization changes a run
@@ -267,18 +360,16 @@ def figures(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 
 
 def watched(model: nn.Module) -> dict[str, float]:
-    """Figures of the watched layers since the last call, of this rank's tokens: "fp8/KIND/OPERAND_FIGURE" -> the share
-    of saturated values, of flushed ones, and the error relative to the operand. Waits for the device."""
+    """Figures of the watched layers since the last refresh, of this rank's tokens: "fp8/KIND/OPERAND_FIGURE" -> the
+    share of saturated values, of flushed ones, and the error relative to the operand. Waits for the device."""
     out = {}
-    for name, m in model.named_modules():
-        watch = getattr(m, "fp8_watch", None)
-        if watch is None or watch.grad is None:
+    for name, m in fp8_layers(model).items():
+        if m.fp8_watch is None or m.fp8_watch.grad is None:
             continue
-        for operand, (saturated, flushed, count, signal, error) in zip("xg", watch.grad.tolist(), strict=True):
+        for operand, (saturated, flushed, count, signal, error) in zip("xg", m.fp8_watch.grad.tolist(), strict=True):
             key = f"fp8/{name.rpartition('.')[2]}/{operand}"
             out |= {f"{key}_saturated": saturated / count, f"{key}_flushed": flushed / count}
             out[f"{key}_error"] = math.sqrt(error / signal) if signal else 0.0
-        watch.grad = None
     return out
 
 
@@ -299,14 +390,31 @@ def check_run(recipe: str, tokens: int, device: torch.device, dtype: str, compil
 
 
 def convert_model(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.device) -> str:
-    """Converts the model, and watches a middle block -> a line about the layers, where those that differ only by their
-    numbers count together. Refuses a model without any layer that can be converted. device: of the computation."""
-    rows = convert_linears(model, recipe, skip=skip)
-    if all(verdict != "fp8" for _, _, verdict in rows):
-        raise UserError(f"--fp8 {recipe}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
-    for m in model.layers[len(model.layers) // 2].modules():
-        if isinstance(m, Fp8Linear):
-            m.fp8_watch = torch.zeros(2, 5, device=device, requires_grad=True)
-    counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
-    kinds = ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
-    return f"FP8 recipe {recipe}: {kinds}"
+    """Converts the model -> a line about the layers, where those that differ only by their
+    numbers count together. If every layer is too small to become faster, as in a model for tests, all are converted.
+    Refuses names to skip that match no layer, and a model without any layer that can be converted."""
+    for small in (device.type == "cpu", True):
+        try:
+            rows = convert_linears(model, recipe, skip=skip, small=small)
+        except ValueError as e:
+            raise UserError(f"--fp8_skip: {e}") from None
+        if any(verdict == "fp8" for _, _, verdict in rows):
+            counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
+            kinds = ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
+            return f"FP8 recipe {recipe}: {kinds}"
+    raise UserError(f"--fp8 {recipe}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
+
+
+def prepare_scales(
+    model: nn.Module, mesh: DeviceMesh | None, gathers: bool, accumulates: bool, compiled: bool
+) -> WeightScales:
+    """Sets up the work that FP8 does once per step, and the figures of a middle block. Call it once the parameters are
+    allocated. gathers: weights are gathered in FP8. accumulates: steps have several micro-batches. compiled: the
+    scales are computed by compiled code."""
+    for m in fp8_layers(model.layers[len(model.layers) // 2]).values():
+        m.fp8_watch = torch.zeros(2, 5, device=held_tensor(m.weight).device, requires_grad=True)
+    if mesh is not None and gathers:
+        for m in fp8_layers(model).values():
+            gather_in_fp8(m, mesh["shard"])
+    group = None if mesh is None else mesh["shard"].get_group()
+    return WeightScales(model, model.dtype, group, accumulates, compiled)

@@ -208,6 +208,7 @@ def _trace_blocks(config: Config, wrapped: bool, passes: int) -> list[int]:
     for unit, module in enumerate((*model.layers, model.norm)):
         module.register_forward_pre_hook(functools.partial(watch, unit))
     with live:
+        fp8.WeightScales(model, model.dtype, None, passes > 1, False)
         for _ in range(passes):
             live.begin()
             loss = model(tokens, tokens, *documents)

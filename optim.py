@@ -79,7 +79,7 @@ class Gradients:
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
         chunk = 2**17 if self.device.type == "cpu" else 2**30
         chunks = [part for p in self.parameters for part in local(p.grad).reshape(-1).split(chunk)]
-        norms = torch.stack(torch_private.norms(chunks))
+        norms = torch.stack(torch_private.norms(chunks, dtype=torch.float32))
         squared_norm = norms.square().sum() / self.replicas
         sums = torch.stack((self.local_loss, torch.full_like(self.local_loss, local_units), squared_norm))
         if self.group is not None:

@@ -155,11 +155,11 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     return values.masked_fill(values == -torch.inf, torch.nan).numpy()
 
 
-def make_objective(config, run, model, data, val_data, resume_from) -> Objective | None:
+def make_objective(config, run, model, weight_scales, data, val_data, resume_from) -> Objective | None:
     """The objective of a run; None without --dpo. Gives its Loaders the reference of their pairs: computed before the
     first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
 
-    data, val_data: for training, and for validation or None."""
+    weight_scales: of FP8. data, val_data: for training, and for validation or None."""
     ranks, begin = run.ranks, time.perf_counter()
     if config.dpo == "none":
         return None
@@ -174,6 +174,7 @@ def make_objective(config, run, model, data, val_data, resume_from) -> Objective
     if resume_from:
         values = on_first_rank(lambda: _read_reference(run.folder, resume_from.folder, keys, steps), ranks)
     else:
+        weight_scales.refresh()  # as a step does
         visits = steps, None  # of training, and all of validation
         values = [compute_reference(model, *row, ranks) for row in zip(loaders, visits, strict=False)]
         arrays = dict(zip(keys, values, strict=True), steps=np.array(steps))

@@ -172,7 +172,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--model gpt2 --seq_len 1025", "--seq_len 1025: gpt2 has 1024 learned positions"),
     ("--model llama3-8b --n_heads 12", "--model llama3-8b with --n_heads 12: .*n_kv_heads 8"),
     ("--dim 66", "--model tiny-llama with --dim 66: .*n_heads 4"), ("--dim 36", "with --dim 36: .*even head_dim"),
-    ("--fp8_skip down_proj", "no effect without --fp8"),
+    ("--fp8_skip down_proj", "no effect without --fp8"), ("--fp8_all_gather on", "no effect without --fp8"),
     ("--load rank0", "no effect without --weights"), ("--data a.txt --lanes 1", "no effect without --stream"),
     ("--epochs 2 --steps 9", "exclude each other"), ("--lora 8 --tokenizer bytes", "--lora 8 without --weights"),
 ], ids=lambda text: text[:40])  # fmt: skip

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
 from base.errors import UserError, exit_status
-from fp8 import E4M3, RECIPES, convert_linears
+from config import parse_args
+from fp8 import E4M3, RECIPES, WeightScales, convert_linears
 from model import MODELS, Linear, MoE, SwiGluMLP, Transformer, grouped_matmul
 from shard import checkpoint_activations
-from test_shard import fill
+from test_shard import fill, run_ranks
 from test_train import records, train, values
 from train import main as train_main
 
@@ -49,7 +50,7 @@ def run(layer, x, g):
 def make_layer(weight, recipe, grad_dtype="e5m2"):
     layer = Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     layer.weight.data.copy_(weight)
-    convert_linears(layer, recipe, grad_dtype)
+    convert_linears(layer, recipe, grad_dtype, small=True)
     return layer
 
 
@@ -60,7 +61,7 @@ def error(found, expected):
 def build(name, recipe="tensor", convert=True):
     model = Transformer(MODELS[name], BF16)
     if convert:
-        convert_linears(model, recipe)
+        convert_linears(model, recipe, small=True)
     return fill(model)
 
 
@@ -213,9 +214,43 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
     plain, model = build(name, convert=False), build(name)
     assert list(plain.state_dict()) == list(model.state_dict()) and not list(model.buffers())
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    WeightScales(model, BF16, None, True, False).refresh()
+    assert list(plain.state_dict()) == list(model.state_dict())
     assert not torch.equal(plain(tokens(), tokens()), model(tokens(), tokens()))
     plain.eval(), model.eval()
     assert torch.equal(plain.logits(tokens()), model.logits(tokens()))
+
+
+# ---- once per step
+
+
+@pytest.mark.parametrize("ranks", [2, 3])  # three share 64, 128 and 352 rows unevenly
+def test_gathered_in_fp8_equals_gathered_in_bf16(ranks):
+    code = """
+import contextlib, functools, train, types
+from test_parity import Cell, real_steps
+ranks, step, evaluated = init_ranks(), train.train_step, []
+run = types.SimpleNamespace(ranks=ranks, phase=lambda name: contextlib.nullcontext())
+def step_and_evaluate(model, optimizer, batches, *args):
+    result = step(model, optimizer, batches, *args)
+    evaluated.append(train.evaluate(model, [batches], run)["val_loss"])
+    run.layer = model.layers[0].mlp.down_proj
+    return result
+train.train_step = step_and_evaluate
+torch.compile = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+size = ranks.world_size
+cell = Cell(ranks=size, n_layers=1, micro_batch=2, accumulate=2, dtype="bf16", fp8="tensor")
+def values(gather, **changes):
+    evaluated.clear()
+    steps = real_steps(replace(cell, fp8_all_gather=gather, **changes), ranks)
+    return [*(t for step in steps for t in step), torch.tensor(evaluated)]
+ways = [{"compile": "block", "checkpointing": "selective"}, {"checkpointing": "block"}]
+for changes in ways if size == 2 else [{}]:
+    whole, half = (values(gather, **changes) for gather in (False, True))  # both compiled, or neither
+    assert all(torch.equal(a, b) for a, b in zip(half, whole, strict=True)), changes
+assert run.layer.fp8_weight.untyped_storage().size() == 0 and run.layer.fp8_local.shape == (-(-64 // size), 176)
+"""
+    run_ranks(ranks, code)
 
 
 # ---- the compiler
@@ -228,37 +263,42 @@ def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
         for i, p in enumerate(mlp.parameters()):
             p.copy_(randn(*p.shape, seed=i) * 0.1)
     if recipe:
-        convert_linears(mlp, recipe)
+        convert_linears(mlp, recipe, small=True)
     return mlp
 
 
 @pytest.mark.parametrize("recipe", ["tensor", *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[1:])])
 @torch._inductor.config.patch(emulate_precision_casts=True)
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_compiled_layers_give_the_same_bits(recipe, device):
-    """With emulated casts, as one graph, compiled once in three steps. Until torch 2.13 the kernels generated for a CPU
-    do not emulate them; the graph then runs operator by operator."""
+def test_layers_compiled_or_quantized_once_per_step_give_the_same_bits(recipe, device):
+    """With emulated casts, as one graph, compiled once in three steps of two micro-batches. Until torch 2.13 the
+    kernels generated for a CPU do not emulate them; the graph then runs operator by operator."""
     rounds = device == "cuda" or torch.__version__ >= "2.13"
     backend = "inductor" if rounds else "aot_eager_decomp_partition"
     torch._dynamo.reset()
     counters.clear()
     outputs = []
-    for compiled in (False, True):
+    for once, reuse, compiled in ((False, False, False), (True, False, False), (True, True, False), (True, True, True)):
         mlp = make_mlp(recipe, device)
         optimizer = torch.optim.SGD(mlp.parameters(), 0.01)
+        scales = WeightScales(mlp if once else nn.Module(), BF16, None, reuse, False)
+        assert (mlp.down_proj.fp8_weight is not None) == (reuse and recipe == "tensor")
         if compiled:
             mlp.compile(dynamic=False, fullgraph=True, backend=backend)
         outputs.append([])
         for step in range(3):
-            x = randn(64, 128, seed=9 + step, device=device).requires_grad_()
-            y = mlp(x)
-            y.backward(randn(64, 128, seed=29, device=device))
-            outputs[-1] += [y.detach(), x.grad, *(p.grad.clone() for p in mlp.parameters())]
+            scales.refresh()
+            for seed in (9 + step, 19):
+                x = randn(64, 128, seed=seed, device=device).requires_grad_()
+                y = mlp(x)
+                y.backward(randn(64, 128, seed=29, device=device))
+                outputs[-1] += [y.detach(), x.grad, *(p.grad.clone() for p in mlp.parameters())]
             optimizer.step()
             optimizer.zero_grad()
     assert counters["stats"]["unique_graphs"] == 1
-    for a, b in zip(*outputs, strict=True):
-        assert torch.equal(a, b), error(b, a)
+    for other in outputs[1:]:
+        for a, b in zip(outputs[0], other, strict=True):
+            assert torch.equal(a, b), error(b, a)
 
 
 def bytes_kept(recipe: str | None) -> int:
@@ -293,16 +333,18 @@ def test_figures():
 def test_watched_layers_say_how_they_round(recipe):
     """Figures of each kind in the middle block, over two micro-batches, with checkpointing, which recomputes. Hooks on
     a layer see the same operands."""
-    model, seen = build("tiny-llama", convert=False), []
-    fp8.convert_model(model, recipe, (), torch.device("cpu"))
+    config, seen = parse_args(["--fp8", recipe, "--compile", "none"]), []
+    model = build("tiny-llama", recipe)
+    scales = fp8.prepare_scales(model, None, False, True, config.compile != "none")
     layer = model.layers[1].mlp.down_proj
     layer.register_full_backward_hook(lambda m, gx, gy: seen.append(gy[0].flatten(0, 1)))
     checkpoint_activations(model, "block")
-    for length in (16, 32):  # the second time starts afresh
+    for length in (16, 32):  # the second step starts afresh
+        scales.refresh()
         seen.clear()
         for rows in tokens(4, length).chunk(2):
             model(rows, rows).backward()
-        found = fp8.watched(model)
+    found = fp8.watched(model)
     assert found.keys() == {f"fp8/{kind}/{o}_{f}" for kind in KINDS for o in "xg" for f in FIGURES}
     dtype, dim = (fp8.E5M2, None) if recipe == "tensor" else (E4M3, 1)
     sums = sum(fp8.figures(g, *fp8.to_fp8(g, dtype, dim)) for g in seen)

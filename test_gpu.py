@@ -20,6 +20,7 @@ import torch
 
 import attention
 import checkpoint
+import fp8
 import model as model_module
 import preflight
 import shard
@@ -75,14 +76,14 @@ def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **ch
 def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
     config, model, grid = make_model(flags, mesh=mesh, compile="none")
-    optimizer, gradients, batch = (
+    scales, optimizer = (
+        fp8.prepare_scales(model, grid, config.fp8_all_gather, False, config.compile != "none"),
         make_optimizer(model, config),
-        Gradients(model, config, Ranks(0, 1, CUDA), grid),
-        make_batch(config),
     )
+    gradients, batch = Gradients(model, config, Ranks(0, 1, CUDA), grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:
-        loss, _, _ = train.train_step(model, optimizer, [batch, batch], 1e-3, gradients)
+        loss, _, _ = train.train_step(model, optimizer, [batch, batch], 1e-3, gradients, scales, CUDA)
         with contextlib.suppress(Failure):  # over a stand-in, values are what lies in memory
             gradients.check(number)
         return loss
@@ -290,12 +291,12 @@ def test_what_does_not_fit_is_explained(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("words", ["--fp8 tensor --compile block", "--offload cpu", "",
+@pytest.mark.parametrize("words", ["--fp8 tensor --fp8_all_gather --compile block", "--offload cpu", "",
                                    "--shard_size 1 --param_dtype bf16 --state_dtype bf16"])  # fmt: skip
 def test_two_gpus_train_as_one_evaluate_and_save(tmp_path, text, words):
     words += f" {SMALL} --data {text} --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 2"
     words += " --eval_batches 1 --save_every 2 --sample_every 0 --batch_tokens 1024"
-    run_train(tmp_path / "one", words)
+    run_train(tmp_path / "one", words.replace("--fp8_all_gather", ""))
     run_train(tmp_path / "two", words, gpus=2)
     one, two = ([loss for loss, *_ in values(tmp_path / run).values()] for run in ("one", "two"))
     assert two == pytest.approx(one, rel=5e-3)

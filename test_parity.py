@@ -52,7 +52,7 @@ NOISE = 1.5  # of lower precision: a multiple of the plain model's error
 TOGETHER = 16  # cells that are drawn at a time; those of a number of ranks share their processes
 PATIENCE = 900  # seconds for a cell that compiles
 # Fields that divide and store the same computation in another way.
-DIVISION = ("ranks", "reduce_dtype", "shard_size", "reshard", "prefetch", "checkpointing", "compile")
+DIVISION = ("ranks", "reduce_dtype", "fp8_all_gather", "shard_size", "reshard", "prefetch", "checkpointing", "compile")
 DIVISION += ("context_parallel", "attention", "offload", "offload_activations", "head_rows")
 
 
@@ -131,13 +131,13 @@ SHORT = [  # what few of the fuzzer's cells have
     Cell(ranks=2, context_parallel=2, model="tiny-olmo3", attention="blocked", offload="cpu", masks="empty-parts"),
     # four ranks repeat the two key/value heads
     replace(SHARED, model="tiny-mixtral", packed=True, shard_size=2, accumulate=2),
-    replace(SHARED, model="tiny-gpt2", n_kv_heads=4, dtype="bf16", fp8="tensor", masks="one-token", offload="cpu"),
+    replace(SHARED, model="tiny-gpt2", n_kv_heads=4, dtype="bf16", fp8="tensor", masks="one-token"),
     replace(SHARED, model="tiny-mixtral", context_parallel=2, shard_size=1, lora=3, checkpointing="block"),
     # With an eps of 1e-3 its parameters were off by 0.41, those of the plain model by 0.19: the gradients of both are
     # off by 2 %, and one element's is close to zero. AdamW in fp64 makes the same parameters of the cell's gradients.
     Cell(
         model="tiny-gpt2", dim=16, n_layers=2, n_heads=2, n_kv_heads=1, seq_len=16, micro_batch=1, dtype="bf16",
-        param_dtype="bf16", reduce_dtype="bf16", fp8="tensor",
+        param_dtype="bf16", reduce_dtype="bf16", fp8="tensor", fp8_all_gather=True,
         offload_activations=True, checkpointing="block", attention="blocked", ranks=3, packed=True,
     ),
 ]  # fmt: skip
@@ -234,6 +234,8 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     config = cell.config
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = train.build(config, ranks, mesh, shard.make_row_group(config.context_parallel, ranks))
+    compiled = config.compile != "none"
+    weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, cell.accumulate > 1, compiled)
     optimizer, out = make_optimizer(model, config), []
     optimizer.eps = EPS
     fill(model)
@@ -246,7 +248,7 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
         whole = rows_of(cell, step, text)
         batches = [part_of(whole, slice(a, a + size), columns) for a in starts]
         with mock.patch.dict("model.HEAD_ROWS", cpu=cell.head_rows):
-            train.train_step(model, optimizer, batches, rate, gradients)
+            train.train_step(model, optimizer, batches, rate, gradients, weight_scales, ranks.device, config.reshard)
         out.append(gradients.seen)
     return [*out, [whole_tensor(p) for p in trainable_parameters(model).values()]]
 
@@ -353,6 +355,7 @@ def _draw_formats_and_sizes(rng: random.Random) -> dict:
             out[name] = rng.choice(("fp32", "fp32", "bf16"))
         if rng.random() < 0.5:
             out["fp8"] = rng.choice(fp8.RECIPES)
+            out["fp8_all_gather"] = out["fp8"] == "tensor" and rng.random() < 0.5
     multiples, heads = "fp8" in out, rng.choice((1, 2, 3, 4, 6))  # multiples: of 16, as FP8 needs them
     return out | {
         "n_heads": heads,

@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +130,8 @@ def measure_peaks() -> None:
             torch.nn.init.normal_(p, 0.0, 0.02)
         optimizer, gradients = make_optimizer(model, config), Gradients(model, config, ALONE, None)
         for _ in range(2):
-            train.train_step(model, optimizer, [Batch(tokens, tokens, None)], 1e-3, gradients)
+            scales = SimpleNamespace(refresh=int)
+            train.train_step(model, optimizer, [Batch(tokens, tokens, None)], 1e-3, gradients, scales, ALONE.device)
         print(peak_rss() - before)
         del model, optimizer, gradients, p
 

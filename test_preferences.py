@@ -178,7 +178,7 @@ def test_the_first_step_is_the_reference(tmp_path, pairs_file, flags):
 
 def test_simpo_has_no_reference():
     config, run = settled_args(["--dpo=simpo", "--dpo_beta=2"]), SimpleNamespace(ranks=ALONE)
-    assert make_objective(config, run, *[None] * 4) == KINDS["simpo"]
+    assert make_objective(config, run, *[None] * 5) == KINDS["simpo"]
 
 
 NAMES = "loss", "grad_norm", "reward_margin", "logp_rejected"

@@ -278,7 +278,8 @@ EXCLUDED = [(f"--{f.name} {value}".strip(), *rest) for f in FIELDS for value, *r
 @pytest.mark.parametrize("excluded, words, ranks", [(excluded, *case) for excluded, case in zip(EXCLUDED, [
     ("--quantize nf4 --lora 8 --ffn_dim 192 --fp8 tensor", 1),
     ("--quantize nf4 --lora 8 --ffn_dim 192 --offload cpu --compile none", 1), ("--optimizer muon --lora 8", 1),
-    ("--decay_steps 100 --schedule constant", 1),
+    ("--decay_steps 100 --schedule constant", 1), ("--fp8 tensor --offload cpu --compile none", 2),
+    ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
     ("--offload_activations --compile none", 1), ("--compile model --offload cpu", 1),
     ("--compile model --offload_activations --checkpointing block", 1), ("--compile model", 2),
 ], strict=True)], ids=str)  # fmt: skip

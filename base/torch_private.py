@@ -44,13 +44,19 @@ def all_to_all(x: Tensor, group_name: str, size: int) -> Tensor:
     return _wait(_all_to_all(x.contiguous(), lengths, lengths, group_name))
 
 
+def held_tensor(parameter: Tensor) -> Tensor:
+    """The very tensor that a DTensor holds, because FSDP looks for its all-gather hooks there; other tensors
+    themselves. Waits for a public way to register these hooks: `DTensor.to_local` returns a view."""
+    return parameter._local_tensor if hasattr(parameter, "to_local") else parameter
+
+
 # ---- optimizer
 
 
-def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor, computed in fp32, in one launch. Waits for torch.foreach.norm, which begins with
+def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """The norm of each tensor, computed in `dtype`, in one launch. Waits for torch.foreach.norm, which begins with
     torch 2.15; torch.nn.utils.get_total_norm returns only the total."""
-    return _foreach_norm(tensors, 2, dtype=torch.float32)
+    return _foreach_norm(tensors, order, dtype=dtype) if tensors else ()
 
 
 # ---- operators and the compiler

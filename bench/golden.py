@@ -106,7 +106,7 @@ RECIPES = {
     "mixtral": "--data a.txt:3 b.txt:1 --val_data b.txt --model tiny-mixtral --n_layers 1 --dtype {dtype}"
     " --documents separate",
     "chat": "--data chat.jsonl --model tiny-llama --dtype {dtype} --seq_len 64 --schedule constant --weight_decay 0.3",
-    "fp8": "--data a.txt --model tiny-mixtral --n_layers 1 --dtype fp32 --fp8 tensor",
+    "fp8": "--data a.txt --model tiny-mixtral --n_layers 1 --dtype fp32 --fp8 tensor --fp8_all_gather",
 }
 Figures = dict[str, list[float]]  # loss, grad_norm: one per step; val_loss: one
 
