@@ -110,15 +110,25 @@ class TensorFile:
                 self.starts[name] = 8 + header_size + row["data_offsets"][0]
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Values in the file's dtype. It reads whole rows: shards along another dimension than the first are rare. One
-        thread at a time."""
+        """Values in the file's dtype, without reading others: experts may be sharded along a later dimension than the
+        first. One thread at a time."""
         dtype, shape = self.entries[name]
-        first, *others = slices or [slice(1)]
-        rows = range(shape[0] if shape else 1)[first]
-        out = torch.empty(len(rows), *shape[1:], dtype=dtype)
-        start = self.starts[name] + rows.start * math.prod(shape[1:]) * dtype.itemsize
-        retry(partial(self._read_rows, out.view(-1).view(torch.uint8).numpy(), start), self.path)
-        return out[(slice(None), *others)] if shape else out[0]
+        wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
+        out = torch.empty([len(span) for span in wanted], dtype=dtype)
+        buffer = (out if shape else out.view(1)).view(torch.uint8).numpy()
+        self._read_part(buffer, self.starts[name], wanted, (*shape, dtype.itemsize))
+        return out
+
+    def _read_part(self, out: np.ndarray, start: int, wanted: list[range], shape: tuple[int, ...]) -> None:
+        """Reads the wanted part of a tensor that starts at this byte: at once if its rows are whole, or row by row.
+        shape: of the tensor, and the bytes of a value."""
+        row_bytes = math.prod(shape[1:])
+        if [len(span) for span in wanted[1:]] == list(shape[1:-1]):
+            first = wanted[0].start if wanted else 0
+            retry(partial(self._read_rows, out, start + first * row_bytes), self.path)
+        else:
+            for i, row in zip(wanted[0], out, strict=True):
+                self._read_part(row, start + i * row_bytes, wanted[1:], shape[1:])
 
     def _read_rows(self, out: np.ndarray, start: int) -> None:
         try:

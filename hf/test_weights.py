@@ -548,10 +548,10 @@ def test_refused_configs(tmp_path, kind, changes, message):
     assert str(tmp_path / "config.json") in str(e.value)
 
 
-def test_a_slice_reads_no_other_rows(tmp_path, monkeypatch):
+def test_a_slice_reads_no_other_values(tmp_path, monkeypatch):
     whole, sizes, read = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0)), [], TensorFile._read_rows
     save_file({"w": whole}, tmp_path / "a.safetensors")
     monkeypatch.setattr(TensorFile, "_read_rows", lambda s, rows, at: sizes.append(rows.nbytes) or read(s, rows, at))
     slices = slice(1, 3), slice(2, 4), slice(5, 8)
     found = TensorFile(tmp_path / "a.safetensors").read("w", slices)
-    assert torch.equal(found, whole[slices]) and sizes == [whole[1:3].nbytes]
+    assert torch.equal(found, whole[slices]) and sum(sizes) == found.nbytes
