@@ -30,7 +30,6 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,48 +40,28 @@ from torch import Tensor
 from base import disk
 from base.errors import UserError
 from base.ranks import on_first_rank
+from config import Config
 from shard import free_gathered
 
 logger = logging.getLogger("flatland")
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")
 
 
-class Objective(NamedTuple):
-    """The numbers of a loss of pairs, as the flags of the same names give them."""
-
-    dpo: str
-    dpo_beta: float
-    simpo_gamma: float = 0.5
-    label_smoothing: float = 0.0
-    dpo_sft: float = 0.0
-
-    def of(self, batch) -> Callable:
-        """The objective of a data.Batch with pairs, for model(...)."""
-        pairs = batch.pairs >= 0
-        return partial(
-            pair_loss,
-            targets=batch.targets,
-            positions=batch.positions,
-            pairs=pairs,
-            reference=batch.reference,
-            objective=self,
-        )
-
-
-def pair_sums(losses: Tensor, targets: Tensor, positions: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Losses of tokens [B, T] -> (log p, trained tokens), [B, pairs, 2] each: of the chosen and the rejected answer. A
+def pair_sums(losses: Tensor, batch) -> tuple[Tensor, Tensor]:
+    """Losses of tokens [B, T] -> (log p, trained tokens), [B, P, 2] each: of the chosen and the rejected answer. A
     document begins where the position is 0. Sums of a mask, unlike a scatter, add in the same order in every run."""
-    document = (positions == 0).cumsum(1)[:, None]  # [B, 1, T], from 1
+    document = (batch.positions == 0).cumsum(1)[:, None]  # [B, 1, T], from 1
+    pairs = batch.pairs.shape[1]
     number = torch.arange(1, 2 * pairs + 1, device=losses.device)[:, None]
-    values = torch.stack((-losses, (targets >= 0).float()))[:, :, None]  # [2, B, 1, T]
-    sums = torch.where(document == number, values, 0).sum(3)  # [2, B, 2 pairs]
+    values = torch.stack((-losses, (batch.targets >= 0).float()))[:, :, None]  # [2, B, 1, T]
+    sums = torch.where(document == number, values, 0).sum(3)  # [2, B, 2 P]
     return sums.view(2, -1, pairs, 2).unbind()
 
 
-def pair_losses(logp: Tensor, tokens: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+def pair_losses(logp: Tensor, tokens: Tensor, reference: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """log p, trained tokens and reference [..., 2] of chosen and rejected answers -> (the loss of each pair, the
     rewards [..., 2] of its answers: beta s, and for simpo beta log p / n)."""
-    kind, beta = objective.dpo, objective.dpo_beta
+    kind, beta = config.dpo, config.dpo_beta
     score = logp if kind == "simpo" else logp - reference
     reward = score if kind == "sigmoid" else score / tokens
     chosen, rejected = reward.unbind(-1)
@@ -92,28 +71,23 @@ def pair_losses(logp: Tensor, tokens: Tensor, reference: Tensor, objective: Obje
     else:
         margin = beta * margin
         if kind == "simpo":
-            margin = margin - objective.simpo_gamma
-        e = objective.label_smoothing
+            margin = margin - config.simpo_gamma
+        e = config.label_smoothing
         losses = -(1 - e) * F.logsigmoid(margin)
         if e:
             losses = losses - e * F.logsigmoid(-margin)
-    if objective.dpo_sft:
-        losses = losses - objective.dpo_sft * (logp / tokens)[..., 0]
+    if config.dpo_sft:
+        losses = losses - config.dpo_sft * (logp / tokens)[..., 0]
     return losses, beta * (reward if kind == "simpo" else score).detach()
 
 
-def pair_loss(
-    losses: Tensor,  # [B, T], of the tokens
-    targets: Tensor,  # [B, T]
-    positions: Tensor,  # [B, T]
-    pairs: Tensor,  # bool [B, P]: a row has up to P pairs
-    reference: Tensor,  # fp32 [B, P, 2]: log p of the reference
-    objective: Objective,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (the loss summed over the pairs; their number; the sums of FIGURES, fp64 without gradient)"""
-    logp, tokens = pair_sums(losses, targets, positions, pairs.shape[1])
+def pair_loss(config: Config, batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The objective of a data.Batch with pairs. losses: of its tokens, [B, T]. -> (the loss summed over the pairs;
+    their number; the sums of FIGURES, fp64 without gradient)"""
+    pairs = batch.pairs >= 0  # [B, P]: a row has up to P pairs
+    logp, tokens = pair_sums(losses, batch)
     tokens = tokens.clamp(min=1)  # places without a pair have none
-    each, rewards = pair_losses(logp, tokens, reference, objective)
+    each, rewards = pair_losses(logp, tokens, batch.reference, config)
     loss = torch.where(pairs, each, 0).sum()
     chosen, rejected = rewards.unbind(-1)
     figures = torch.stack(
@@ -135,10 +109,9 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     for step, micro_batches in enumerate(itertools.islice(copy(data), steps)):
         for batch in micro_batches:
             batch = batch.to(ranks.device)
-            sums = partial(pair_sums, targets=batch.targets, positions=batch.positions, pairs=batch.pairs.shape[1])
             *_, details = model(
                 batch.tokens, batch.targets, batch.positions, batch.documents, True,
-                lambda losses, sums=sums: (losses.sum(), 0, sums(losses)[0]),
+                lambda losses, batch=batch: (losses.sum(), 0, pair_sums(losses, batch)[0]),
             )  # fmt: skip
             numbers, logp = (x[batch.pairs >= 0].cpu() for x in (batch.pairs, details.figures))
             is_first = visits[numbers] == torch.inf  # a later epoch has other micro-batches, and other bits
@@ -155,15 +128,16 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     return values.masked_fill(values == -torch.inf, torch.nan).numpy()
 
 
-def make_objective(config, run, model, weight_scales, data, val_data, resume_from) -> Objective | None:
-    """The objective of a run; None without --dpo. Gives its Loaders the reference of their pairs: computed before the
-    first step, and kept in the run folder as reference.npz. A resume reads it there. All ranks must call.
+def make_objective(config, run, model, weight_scales, data, val_data, resume_from) -> Callable | None:
+    """objective(batch, losses) of a run: see pair_loss; None without --dpo. Gives its Loaders the reference of their
+    pairs: computed before the first step, and kept in the run folder as reference.npz. A resume reads it there. All
+    ranks must call.
 
     weight_scales: of FP8. data, val_data: for training, and for validation or None."""
     ranks, begin = run.ranks, time.perf_counter()
     if config.dpo == "none":
         return None
-    objective = Objective(*(getattr(config, name) for name in Objective._fields))
+    objective = partial(pair_loss, config)
     if config.dpo == "simpo":
         return objective
     loaders, share = [loader for loader in (data, val_data) if loader], sum(data.weights)
@@ -188,13 +162,12 @@ def make_objective(config, run, model, weight_scales, data, val_data, resume_fro
 
 def _read_reference(run: Path, resume_from: Path, keys: list[str], steps: int) -> list[np.ndarray]:
     """resume_from: a checkpoint, which --resume may name in another run. keys: the names of the arrays."""
-    path, origin = run / "reference.npz", resume_from.parent.parent / "reference.npz"
+    path = resume_from.parent.parent / "reference.npz"
     try:
-        if not path.exists() and origin.exists():
-            temporary = shutil.copyfile(origin, path.with_suffix(".tmp"))
-            temporary.rename(path)
         with np.load(path) as stored:
             if stored["steps"] >= steps:
+                if not path.parent.samefile(run):
+                    shutil.copy(path, run)
                 return [stored[key] for key in keys]
             problem = f"has only the pairs of the first {stored['steps']} steps, and --steps asks for more"
     except Exception as e:  # any kind, if the archive is damaged; a KeyError, if it lacks a split

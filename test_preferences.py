@@ -13,26 +13,27 @@ import torch
 import transformers
 
 import data
+import train
 from base.errors import UserError, exit_status
 from base.ranks import ALONE
-from data import make_loader
+from config import parse_args
+from data import Batch, make_loader
 from dataset.test_prepare import refused
 from hf.chat import find_pair
 from hf.tokenizer import load_tokenizer
 from hf.weights import export_model
 from inputs import settled_args
 from model import IGNORE, MODELS, Transformer
-from preferences import Objective, make_objective, pair_loss, pair_sums
+from preferences import make_objective, pair_loss
 from test_shard import fill, skip_plots
 from test_train import records, train_in_turn
-from train import main as train_main
 
 KINDS = {
-    "sigmoid": Objective("sigmoid", 0.1),
-    "smoothed": Objective("sigmoid", 0.3, label_smoothing=0.2, dpo_sft=0.7),
-    "sigmoid_norm": Objective("sigmoid_norm", 5.0),
-    "ipo": Objective("ipo", 0.1),
-    "simpo": Objective("simpo", 2.0, simpo_gamma=0.5),
+    "sigmoid": parse_args(["--dpo=sigmoid"]),
+    "smoothed": parse_args(["--dpo=sigmoid", "--dpo_beta=0.3", "--label_smoothing=0.2", "--dpo_sft=0.7"]),
+    "sigmoid_norm": parse_args(["--dpo=sigmoid_norm", "--dpo_beta=5"]),
+    "ipo": parse_args(["--dpo=ipo"]),
+    "simpo": parse_args(["--dpo=simpo", "--dpo_beta=2"]),
 }
 LENGTHS = [((7, 5), (7, 9)), ((4, 11), (4, 2)), ((3, 3), (3, 4))]  # (prompt, answer) of chosen and rejected
 
@@ -43,8 +44,8 @@ def make_pairs(vocab_size: int) -> list[list[tuple[torch.Tensor, int]]]:
     return [[(torch.randint(vocab_size, (p + n,), generator=generator), p) for p, n in pair] for pair in LENGTHS]
 
 
-def pack(pairs, T: int = 56) -> tuple[torch.Tensor, ...]:
-    """One row with these pairs -> tokens, targets, positions [1, T]"""
+def pack(pairs, reference=None, T: int = 56) -> Batch:
+    """One row with these pairs."""
     tokens, targets = torch.zeros(1, T, dtype=torch.int64), torch.full((1, T), IGNORE)
     positions, at = torch.arange(T)[None].clone(), 0
     for ids, prompt in (document for pair in pairs for document in pair):
@@ -54,7 +55,7 @@ def pack(pairs, T: int = 56) -> tuple[torch.Tensor, ...]:
         positions[0, at : at + n] = torch.arange(n)
         at += n
     positions[0, at:] = torch.arange(T - at)
-    return tokens, targets, positions
+    return Batch(tokens, targets, positions, pairs=torch.arange(len(pairs))[None], reference=reference)
 
 
 def logp_of(model, ids, prompt):
@@ -78,8 +79,8 @@ def loss_by_formula(chosen, rejected, n, reference, c):
     return loss - c.dpo_sft * chosen / n[0]
 
 
-@pytest.mark.parametrize("objective", KINDS.values(), ids=KINDS)
-def test_packed_pairs_have_the_loss_and_gradients_of_the_formula(objective):
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_packed_pairs_have_the_loss_and_gradients_of_the_formula(config):
     torch.manual_seed(0)
     model = Transformer(MODELS["tiny-llama"])
     for p in model.parameters():
@@ -89,17 +90,13 @@ def test_packed_pairs_have_the_loss_and_gradients_of_the_formula(objective):
     expected = 0.0
     for pair, ref in zip(pairs, reference[0], strict=True):
         chosen, rejected = (logp_of(model, *answer) for answer in pair)
-        expected += loss_by_formula(chosen, rejected, [len(ids) - p for ids, p in pair], ref.double(), objective)
+        expected += loss_by_formula(chosen, rejected, [len(ids) - p for ids, p in pair], ref.double(), config)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    tokens, targets, positions = pack(pairs)
-    valid = torch.ones(1, 3, dtype=torch.bool)
-    compute = functools.partial(
-        pair_loss, targets=targets, positions=positions, pairs=valid, reference=reference, objective=objective
-    )
-    loss, details = model(tokens, targets, positions, details=True, objective=compute)
+    batch = pack(pairs, reference)
+    loss, details = train.forward(model, batch, functools.partial(pair_loss, config))
     loss.backward()
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
     for name, p in model.named_parameters():
@@ -138,7 +135,7 @@ def without_plots(monkeypatch):
 
 def run_of(out: Path, pairs: Path, *flags) -> dict[int, dict]:
     """A run in this process -> its records by step."""
-    assert train_main([*FAST.split(), "--data", str(pairs), "--out", str(out), *map(str, flags)]) == 0
+    assert train.main([*FAST.split(), "--data", str(pairs), "--out", str(out), *map(str, flags)]) == 0
     return {record["step"]: record for record in records(out)}
 
 
@@ -177,8 +174,8 @@ def test_the_first_step_is_the_reference(tmp_path, pairs_file, flags):
 
 
 def test_simpo_has_no_reference():
-    config, run = settled_args(["--dpo=simpo", "--dpo_beta=2"]), SimpleNamespace(ranks=ALONE)
-    assert make_objective(config, run, *[None] * 5) == KINDS["simpo"]
+    config = KINDS["simpo"]
+    assert make_objective(config, SimpleNamespace(ranks=ALONE), *[None] * 5).args == (config,)
 
 
 NAMES = "loss", "grad_norm", "reward_margin", "logp_rejected"
@@ -195,7 +192,7 @@ def test_a_resume_is_exact_and_refuses_a_lost_reference(tmp_path, pairs_file, ca
         (["--steps=9"], "has only the pairs of the first 5 steps"),
         (["--steps=5", "--eval_every=4", "--eval_batches=5"], "lacks pairs that --eval_batches adds"),
     ):
-        assert exit_status(train_main, [*words, *more]) == 2
+        assert exit_status(train.main, [*words, *more]) == 2
         assert message in capsys.readouterr().err
     branch = run_of(tmp_path / "branch", pairs_file, *flags, "--steps=5", f"--resume={first}")
     for resumed in run_of(out, pairs_file, *flags, "--eval_every=0", "--steps=5"), branch:
@@ -205,7 +202,7 @@ def test_a_resume_is_exact_and_refuses_a_lost_reference(tmp_path, pairs_file, ca
     reference = out / "reference.npz"
     reference.write_bytes(reference.read_bytes()[:-30])
     for _ in range(2):  # damaged, then lost
-        assert exit_status(train_main, [*words, "--steps=5"]) == 2
+        assert exit_status(train.main, [*words, "--steps=5"]) == 2
         assert "reference.npz cannot be read" in capsys.readouterr().err
         reference.unlink(missing_ok=True)
 
@@ -331,17 +328,11 @@ def test_swapped_answers_turn_the_first_gradient_around():
     model = fill(Transformer(MODELS["tiny-llama"]))
     pairs, gradients = make_pairs(model.config.vocab_size)[:1], []
     for rows in (pairs, [pair[::-1] for pair in pairs]):
-        tokens, targets, positions = pack(rows)
-        with torch.no_grad():
-            logp, _ = pair_sums(
-                model.lm_head(model._hidden(tokens, positions, None)[0], targets, True), targets, positions, 1
-            )
-        compute = functools.partial(
-            pair_loss, targets=targets, positions=positions, pairs=torch.ones(1, 1, dtype=torch.bool), reference=logp,
-            objective=KINDS["sigmoid"],
-        )  # fmt: skip
+        batch, objective = pack(rows, torch.zeros(1, 1, 2)), functools.partial(pair_loss, KINDS["sigmoid"])
+        _, details = train.forward(model, batch, objective)
+        batch = replace(batch, reference=details.figures[None, None, 4:].float())
         model.zero_grad()
-        model(tokens, targets, positions, objective=compute).backward()
+        train.forward(model, batch, objective)[0].backward()
         gradients.append(model.layers[0].mlp.down_proj.weight.grad.clone())
     torch.testing.assert_close(gradients[0], -gradients[1], rtol=1e-4, atol=1e-7)
 

@@ -10,6 +10,8 @@ clips, and updates the parameters with AdamW or Muon. Between records Python run
 therefore always has work. `Gradients.check` in optim.py draws this as a time line.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 from base import errors
@@ -149,7 +151,7 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
 def train_step(
     model: Transformer, optimizer: Optimizer, micro_batches: list[Batch], lr: float, gradients: Gradients,
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
-    objective: preferences.Objective | None = None,
+    objective: Callable | None = None,
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per unit, gradient norm, each micro-batch with its
     Details). The units are the trained tokens, or with an objective the pairs. Loss and norm count all ranks: fp32
@@ -190,9 +192,9 @@ def train_step(
     return loss, grad_norm, details
 
 
-def forward(model: Transformer, batch: Batch, objective: preferences.Objective | None = None) -> tuple[Tensor, Details]:
+def forward(model: Transformer, batch: Batch, objective: Callable | None = None) -> tuple[Tensor, Details]:
     """-> (the loss of a micro-batch, summed over its units, Details)"""
-    how = objective.of(batch) if objective else None
+    how = partial(objective, batch) if objective else None
     return model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True, objective=how)
 
 
@@ -236,7 +238,7 @@ def fill(model, optimizer, data, resume_from, read_weights, config: Config, rank
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, data: Loader | None, run: Run, objective: preferences.Objective | None = None,
+    model: Transformer, data: Loader | None, run: Run, objective: Callable | None = None,
     questions: list[dict] = (),
 ) -> dict[str, float]:  # fmt: skip
     """Means per unit over the validation batches: val_loss, with an objective also its figures. score_acc and the like:
