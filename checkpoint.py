@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 import zlib
 from collections import defaultdict
@@ -46,7 +47,7 @@ FLAGS = {
         choices=("list", "verify", "export"),
         help="list: compare sizes; verify: also checksums; export: write the newest as a Hugging Face folder",
     ),
-    "run": dict(type=Path, help="run folder"),
+    "run": dict(type=Path, help="run folder; of export, also one of its checkpoints"),
     "out": dict(type=Path, nargs="?", help="folder of the export"),
     "--dtype": dict(choices=("fp32", "bf16"), default="fp32", help="of the export; fp32 is exact"),
     "--tokenizer": dict(default="", help="of the export, if it is not the run's"),
@@ -128,22 +129,27 @@ class Best:
 
     def __init__(self, config: Config, resume_from: "Checkpoint | None", warnings: list[str]):
         """Continues from a checkpoint. Adds a warning if its best one is not in this run folder, or was judged by
-        another figure or other data."""
+        another figure."""
         self.name, self.patience = config.keep_best, config.patience
         self.value, self.step, self.since = math.inf, 0, 0  # value: small is good; since: evaluations after the best
+        self.data = 0  # identifies what judges; 0: not known
         self.reason = ""  # why the run ends before --steps
         saved = resume_from and resume_from.manifest.get("best")
         if not saved or self.name == "none":
             return
-        old = resume_from.config
-        judges = old.keep_best, old.val_data, old.eval_score
-        is_here = step_folder(Path(config.out), saved["step"]).exists()
-        if not is_here or judges != (config.keep_best, config.val_data, config.eval_score):
+        if saved["name"] != self.name or not step_folder(Path(config.out), saved["step"]).exists():
             warnings.append(f"The best checkpoint, of step {saved['step']}, is not here or was judged otherwise")
             return
         vars(self).update(saved, patience=self.patience)
         if saved["patience"] != self.patience:
             self.reason = ""
+
+    def judge_by(self, data: int) -> None:
+        """Forgets the best one if other data judged it."""
+        if self.data not in (0, data):
+            logger.warning(f"The best checkpoint, of step {self.step}, was judged by other data")
+            self.value, self.step, self.since = math.inf, 0, 0
+        self.data = data
 
     def update(self, step: int, val: dict[str, float]) -> bool:
         """Whether to save this step, because its evaluation is the best so far, or ends the run."""
@@ -557,9 +563,16 @@ def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[
 
 
 def newest(run: Path) -> Checkpoint:
-    """A run's newest intact checkpoint. UserError if there is none."""
-    refuse_empty(run)
-    return find(Config(out=str(run)))[0]
+    """A run's newest intact checkpoint, or the one in this folder; says which. UserError if there is none."""
+    is_one = (run / "manifest.json").exists()
+    if not is_one:
+        refuse_empty(run)
+    saved, _ = find(Config(out=str(run), resume=str(run) if is_one else "auto"))
+    text, best = f"{run}, step {saved.step}", saved.manifest.get("best")
+    if best and not is_one and best["step"] < saved.step:
+        text += f"; the best by {best['name']} is {step_folder(run, best['step'])}"
+    print(text, file=sys.stderr)
+    return saved
 
 
 def refuse_empty(run: Path) -> None:

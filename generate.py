@@ -32,7 +32,7 @@ from base.hub import local_path
 # ---- the command line, understood before torch is imported, which takes seconds
 
 FLAGS = {
-    "--run": dict(required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id"),
+    "--run": dict(required=True, metavar="NAME", help="run folder or its checkpoint, Hugging Face folder, or hub id"),
     "--prompt": dict(nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation"),
     "--chat": dict(action="store_true", help="a conversation; without --prompt, each line of the input is a message"),
     "--system": dict(metavar="TEXT", help="the system message of a conversation (implies --chat)"),
@@ -288,20 +288,20 @@ class Source(NamedTuple):
 
 
 def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
-    """spec: a run folder (its newest intact checkpoint, in the dtype that the run computed in), or a Hugging Face
-    folder or hub id (in the dtype that config.json names; float16 is computed in fp32). tokenizer: None for its own.
+    """spec: a run folder (its newest intact checkpoint) or a checkpoint (in the dtype that the run computed in), or a
+    Hugging Face folder or hub id (in the dtype that config.json names; float16 is computed in fp32). tokenizer: None
+    for its own.
 
     Like with transformers, a text of a Hugging Face folder ends at the eos_token_id of generation_config.json, or else
     of config.json. chat: it also ends at the end of a turn."""
     folder = local_path(spec, "--run")
-    is_run = (folder / "checkpoints").is_dir()
+    is_run = (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file()
     if is_run:
         saved = newest(folder)
         config, shape, read = saved.config, saved.model_config, open_trained(saved)
         if not (tokenizer or knows_text(config)):
             raise UserError(f"--run {folder} was trained on token shards: name the --tokenizer that made them")
         name = f"{folder}, step {saved.step}"
-        print(name, file=sys.stderr)
         own_tokenizer, context = config.tokenizer, config.trained_length(shape)
         dtype = DTYPES.get(config.dtype, torch.float32)
     else:

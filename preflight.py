@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def check(config: Config) -> int:
     is_done = resume_from and (resume_from.step >= config.steps or best.reason)
     if is_done and checkpoint.is_finished(config, resume_from.step):
         about["state"] = "finished"
-        say_finished(config, resume_from.step)
+        say_finished(config, resume_from.step, best)
     else:
         data, *_ = open_inputs(config, resume_from, ranks)
         if resume_from:
@@ -148,13 +149,13 @@ def check(config: Config) -> int:
     return 0
 
 
-def say_finished(config: Config, step: int) -> None:
+def say_finished(config: Config, step: int, best: checkpoint.Best) -> None:
     more = f"--steps {2 * step} " * (step >= config.steps) + "--patience 0" * bool(config.patience)
     out = shlex.quote(config.out)
-    early = f" of {config.steps}, which --patience ended" * (step < config.steps)
     print(
-        f"{config.out} is finished after step {step}{early}, with its weights in {config.out}/hf. For a sample:"
-        f" python generate.py --run {out} --prompt 'The'. The same command continues with {more.strip()}"
+        f"{config.out} is finished after step {step}{f' ({best})' * bool(best.step)}, with the weights of step"
+        f" {best.step or step} in {config.out}/hf. For a sample: python generate.py --run {out} --prompt 'The'. The"
+        f" same command continues with {more.strip()}"
     )
 
 
@@ -171,6 +172,12 @@ def open_inputs(config: Config, resume_from, ranks: Ranks):
         raise UserError(f"--keep_best {config.keep_best}: there is no validation data, or no row has choices")
     read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
     return data, val_data, questions, read_weights
+
+
+def identify_judge(config: Config, val_data, questions: list[dict]) -> int:
+    """Of the data that give --keep_best."""
+    data = questions if config.keep_best == "score_acc" else [val_data and val_data.fingerprint, config.eval_batches]
+    return zlib.crc32(str(data).encode())
 
 
 def read_questions(config: Config) -> list[dict]:

@@ -51,7 +51,7 @@ def _encode(fields: dict, source) -> dict:
     if not (isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)):
         choices = []
     answer = choices.index(answer) if answer in choices else answer
-    if answer not in range(len(choices)):
+    if isinstance(answer, bool) or answer not in range(len(choices)):
         raise UserError("expected a text, or prompt or messages, choices, and answer, which is a choice or its index")
     ids, prompt = source.read_prompt(fields)
     parts = [_choice(ids, prompt, choice, source) for choice in choices]

@@ -137,7 +137,7 @@ def test_texts_have_the_losses_of_transformers(tmp_path, hub, capsys, name):  # 
 @pytest.mark.parametrize("row, message", [
     ({"prompt": "a"}, "expected a text, or prompt"), ({"text": ""}, "expected a text, or prompt"),
     ({"choices": ["a"], "answer": 0}, "the prompt is missing"),
-    ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "expected a text, or prompt"),
+    *(({"prompt": "a", "choices": ["b", "c"], "answer": answer}, "expected a text, or prompt") for answer in (2, True)),
     ({"prompt": "a", "choices": ["b", ""], "answer": 0}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": [1, 2], "answer": 1}, "expected a text, or prompt"),
     ({"prompt": "a", "choices": ["b", "123456789"], "answer": 0}, "'123456789' has 10 tokens, expected 1 to 8"),
@@ -184,11 +184,13 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert [*found] == [4, 8, 12] and f"hf/ has step {best}: best score_acc" in output
     assert f"score acc {found[12]:.4f}" in output
     assert f"lm_eval --model hf --model_args 'pretrained={run}/hf' --tasks" in output
-    main(["--run", str(run), "--score", questions])
-    assert f"{found[12]:.4f}" in capsys.readouterr().out
-    flags[-1] = write(tmp_path / "others.jsonl", [row | {"choices": ["xx", "and"]} for row in rows])
+    for step, folder in ((12, run), (best, best_one := run / f"checkpoints/step-{best:08d}")):
+        main(["--run", str(folder), "--score", questions])
+        output = capsys.readouterr()
+        assert f"{found[step]:.4f}" in output.out and (str(best_one) in output.err) == (best < 12)
+    write(tmp_path / "questions.jsonl", [row | {"choices": ["xx", "and"]} for row in rows])
     output = run_here(run, *flags, "--steps", 16, "--keep_best", "score_acc")
-    forgotten = f"of step {best}, is not here or was judged otherwise" in (run / "log.txt").read_text()
+    forgotten = f"of step {best}, was judged by other data" in (run / "log.txt").read_text()
     assert forgotten and "hf/ has step 16: best score_acc" in output
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)

@@ -74,6 +74,8 @@ def train(config: Config, run: Run) -> None:
         return finish_again(config, run, start, best)
     run.begin(start, damaged + config.warnings)
     data, val_data, questions, read_weights = preflight.open_inputs(config, resume_from, ranks)
+    if config.keep_best != "none":
+        best.judge_by(on_first_rank(lambda: preflight.identify_judge(config, val_data, questions), ranks))
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)
@@ -130,7 +132,7 @@ def finish_again(config: Config, run: Run, step: int, best: checkpoint.Best) -> 
     if not checkpoint.is_finished(config, step):
         run.begin(step)
         finish(config, run, step, best)
-    on_first_rank(lambda: preflight.say_finished(config, step), run.ranks)
+    on_first_rank(lambda: preflight.say_finished(config, step, best), run.ranks)
 
 
 def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
@@ -278,7 +280,8 @@ def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
         export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks, spec)
     if exported == best.step:
         logger.info(f"hf/ has step {exported}: {best}")
-        if exported <= config.warmup or learning_rate(config, exported) >= config.lr:
+        is_early = exported <= config.warmup or learning_rate(config, exported) >= config.lr
+        if is_early and config.schedule != "constant":
             logger.warning(f"At step {exported} --lr had not begun to decay: a run with fewer --steps may be better")
     run.end("finished", step)
 
