@@ -115,8 +115,7 @@ def check_tokenizer(config: Config) -> None:
             f" model with {size} ids: give the model's, or change its vocabulary"
         )
     with naming(f"--tokenizer {config.tokenizer}"):
-        if hasattr(tokenizer, "backend"):
-            begins_with_bos(tokenizer)  # refuses ids that hf/ would not give
+        begins_with_bos(tokenizer)  # refuses ids that hf/ would not give
     with naming("--prompt"):
         tokenizer.encode(config.prompt)
 
@@ -140,7 +139,7 @@ def check(config: Config) -> int:
         about["state"] = "finished"
         say_finished(config, resume_from.step, best)
     else:
-        data, *_ = open_inputs(config, resume_from, ranks)
+        data, *_ = open_inputs(config, resume_from, best, ranks)
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         about["attention"] = attention_kernel(config, data, ranks.device)
@@ -159,7 +158,7 @@ def say_finished(config: Config, step: int, best: checkpoint.Best) -> None:
     )
 
 
-def open_inputs(config: Config, resume_from, ranks: Ranks):
+def open_inputs(config: Config, resume_from, best: checkpoint.Best, ranks: Ranks):
     """Refuses what cannot work -> (data; validation data or None; the rows of --eval_score; read(name, slices) of
     --weights, or None if this rank reads none). All ranks must call."""
     resumes = resume_from is not None
@@ -167,16 +166,18 @@ def open_inputs(config: Config, resume_from, ranks: Ranks):
     on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
     questions = on_every_rank(lambda: read_questions(config), ranks) if config.eval_score else []
-    has = {"none": True, "val_loss": val_data, "score_acc": any("answer" in row for row in questions)}
-    if not has[config.keep_best]:
-        raise UserError(f"--keep_best {config.keep_best}: there is no validation data, or no row has choices")
+    if config.keep_best != "none":
+        best.judge_by(on_first_rank(lambda: identify_judge(config, val_data, questions), ranks))
     read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
     return data, val_data, questions, read_weights
 
 
 def identify_judge(config: Config, val_data, questions: list[dict]) -> int:
-    """Of the data that give --keep_best."""
-    data = questions if config.keep_best == "score_acc" else [val_data and val_data.fingerprint, config.eval_batches]
+    """Of the data that --keep_best goes by."""
+    by_loss = config.keep_best == "val_loss"
+    if not (val_data if by_loss else any("answer" in row for row in questions)):
+        raise UserError(f"--keep_best {config.keep_best}: there is no validation data, or no row has choices")
+    data = [val_data.fingerprint, config.eval_batches] if by_loss else questions
     return zlib.crc32(str(data).encode())
 
 

@@ -73,9 +73,7 @@ def train(config: Config, run: Run) -> None:
     if start >= config.steps or best.reason:
         return finish_again(config, run, start, best)
     run.begin(start, damaged + config.warnings)
-    data, val_data, questions, read_weights = preflight.open_inputs(config, resume_from, ranks)
-    if config.keep_best != "none":
-        best.judge_by(on_first_rank(lambda: preflight.identify_judge(config, val_data, questions), ranks))
+    data, val_data, questions, read_weights = preflight.open_inputs(config, resume_from, best, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)

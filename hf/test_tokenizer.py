@@ -404,10 +404,16 @@ def test_texts_of_an_export_begin_as_in_training(adds, settings, begins, tmp_pat
     assert not caplog.records
 
 
-def test_a_text_that_the_library_reads_as_a_control_token_is_refused(tmp_path):
-    """Unigram models read every control token in a text."""
+def test_a_model_that_normalizes_is_refused_until_it_is_converted(tmp_path):
+    """Unigram models read every control token in a text, which is refused."""
     spec = _write(tmp_path / "unigram", tokenizer__model=_model("unigram"), config__json={})
+    with pytest.raises(UserError, match="normalizes texts.*save_pretrained"):
+        check_tokenizer(settled_args(["--tokenizer", spec, "--vocab_size", "2048"]))
     transformers.AutoTokenizer.from_pretrained(spec).save_pretrained(tmp_path)
+    ours, hf = T.load_tokenizer(str(tmp_path)), _write(tmp_path / "hf", config__json={"model_type": "llama"})
+    write_tokenizer(ours, tmp_path / "hf")
+    text = "A \u217ble  \nlist"
+    assert transformers.AutoTokenizer.from_pretrained(hf)(text)["input_ids"] == ours.encode(text)
     with pytest.raises(UserError, match="'a</s>' as a control token"):
-        T.load_tokenizer(str(tmp_path)).encode("a</s>")
-    assert T.load_tokenizer(str(tmp_path)).encode("\u0d0a")  # unknown, but no control token
+        ours.encode("a</s>")
+    assert ours.encode("\u0d0a")  # unknown, but no control token

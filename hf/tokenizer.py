@@ -34,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-PLAIN_TEXT = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈"  # without the text of a control token
+PLAIN_TEXT = "The 12 quick  brown foxes' (naïve) jumps ½\n\n\tover 日本語 🎈"  # without the text of a control token
 WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 CONVERT = "write a tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
@@ -162,11 +162,15 @@ class JsonTokenizer(Tokenizer):
 
 
 def begins_with_bos(tokenizer: Tokenizer, file: Path | None = None) -> bool:
-    """Whether a text begins with BOS, as in training, for programs that read the tokenizer.json, or an export of it.
-    UserError if the ids differ otherwise."""
+    """Whether a text begins with BOS, as in training, for programs that read the tokenizer's files, or `file`, the
+    tokenizer.json of an export. UserError if the ids differ otherwise."""
     from tokenizers import Tokenizer as Backend
 
-    backend = Backend.from_file(str(file)) if file else tokenizer.backend
+    backend = Backend.from_file(str(file)) if file and file.exists() else getattr(tokenizer, "backend", None)
+    if not backend:
+        if tokenizer.decode(tokenizer.encode(PLAIN_TEXT)) != PLAIN_TEXT:
+            raise UserError(f"tokenizer.model normalizes texts, but not in programs that read hf/: {CONVERT}")
+        return tokenizer.adds_bos
     backend.no_padding()
     ids, trained = backend.encode(PLAIN_TEXT).ids, tokenizer.encode(PLAIN_TEXT)
     if ids not in (trained, [tokenizer.bos_id, *trained]):

@@ -394,7 +394,8 @@ def export_run(saved, run: Path, ranks: Ranks, spec: str) -> None:
     if spec:
         bos = "" if load_tokenizer(spec).adds_bos else ",add_bos_token=True"
         model = shlex.quote(f"pretrained={run}/hf{bos}")
-        lm_eval = f"lm_eval --model hf --model_args {model} --tasks hellaswag"
+        chat = " --apply_chat_template" * saved.manifest["position"].get("chat", False)
+        lm_eval = f"lm_eval --model hf --model_args {model} --tasks hellaswag{chat}"
         logger.info(f"For scores, `pip install 'lm_eval[hf]'` in another environment: {lm_eval}")
     if saved.config.lora:
         on_first_rank(lambda: export_adapter(saved.config, saved.read_weights, run / "adapter"), ranks)
@@ -440,12 +441,12 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -
     settings_file = folder / "tokenizer_config.json"
     settings = tokenizer.names | (read_json(settings_file) or {"clean_up_tokenization_spaces": False})
     settings.pop("add_eos_token", None)
+    if not begins_with_bos(tokenizer, folder / "tokenizer.json") and not chat_format:
+        bos = tokenizer.names["bos_token"]
+        logger.warning(f"Texts began with {bos} in training, and other programs will not add it: write it")
     if (folder / "tokenizer.json").exists():
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
         settings.pop("add_bos_token", None)  # transformers 5 would obey it, and 4 the tokenizer.json
-        if not begins_with_bos(tokenizer, folder / "tokenizer.json") and not chat_format:
-            bos = tokenizer.names["bos_token"]
-            logger.warning(f"Texts began with {bos} in training, and other programs will not add it: write it")
     else:
         settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
         if not tokenizer.is_llama:
