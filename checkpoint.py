@@ -33,7 +33,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
 
 from base.disk import MISSING_FILE, checksum, fsync_path, read_json, retry, write_whole
@@ -354,12 +353,12 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, L
     """Writes the shards of a rank -> a row of the manifest for each file."""
     folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     folder.mkdir(exist_ok=True)
-    rows, files = [], {layouts[key].file: [] for key in tensors}
-    for key in tensors:
-        files[layouts[key].file].append(key)
-    for file, keys in files.items():
+    rows, files = [], defaultdict(dict)
+    for key, tensor in tensors.items():
+        files[layouts[key].file][key] = tensor
+    for file, shards in files.items():
         path = folder / file_name(file, rank)
-        write_file(path, {key: tensors[key].contiguous() for key in keys})
+        write_file(path, {key: shard.contiguous() for key, shard in shards.items()})
         rows.append({"file": file, "part": rank, "bytes": path.stat().st_size, "crc32": checksum(path)})
     return rows
 
@@ -429,8 +428,7 @@ def clean(run: Path, last: float = math.inf) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
     for damaged in folders(run):
         if step_of(damaged) > last:
-            asides = (damaged.with_name(f"{damaged.name}.damaged{n or ''}") for n in count())
-            os.rename(damaged, next(aside for aside in asides if not aside.exists()))
+            os.rename(damaged, damaged.with_name(f"{damaged.name}.damaged{time.time():.0f}"))
 
 
 # ---- verifying
@@ -460,8 +458,8 @@ def _fault_of_file(folder: Path, layouts: dict[str, Layout], checksums: bool, ro
     size = retry(path.stat, path).st_size
     if size != row["bytes"]:
         return f"{path.name} has {size} bytes, expected {row['bytes']}"
-    here = [key for key, layout in layouts.items() if layout.file == row["file"] and rank < layout.parts]
-    entries = {key: layouts[key].entry(rank) for key in here}
+    here = {key: layout for key, layout in layouts.items() if layout.file == row["file"] and rank < layout.parts}
+    entries = {key: layout.entry(rank) for key, layout in here.items()}
     if TensorFile(path).entries != {key: entry for key, entry in entries.items() if math.prod(entry[1])}:
         return f"{path.name} does not hold the manifest's tensors"
     is_wrong = checksums and checksum(path) != row["crc32"]

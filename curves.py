@@ -6,29 +6,31 @@ import contextlib
 import itertools
 import json
 import logging
+import sys
 from pathlib import Path
 
-PANELS = {  # fields of metrics.jsonl, and their labels
-    "loss": "loss (nats per token)",
-    "val_bpb": "validation (bits per byte)",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "tok_per_s": "tokens per second",
-    "mem_gib": "memory (GiB)",
-}
-PAIRS = {  # panels of a run on pairs, instead of others
-    "loss": ("loss", "loss (per pair)"),
-    "val_bpb": ("reward_accuracy", "accuracy of the rewards"),
-    "mem_gib": ("reward_margin", "margin of the rewards"),
-}
 DOTS = {"marker": "o", "ls": "--"}
-STYLES = {  # the name in the legend and the style of fields
+LOSSES = {
     "loss": ("training", {"alpha": 0.35}),
     "mean_loss": ("training, running mean", {}),
     "val_loss": ("validation", DOTS),
-    "val_bpb": ("", DOTS),
-    "val_reward_accuracy": ("", DOTS),
-    "val_reward_margin": ("", DOTS),
+}
+# Titles of the panels, and the fields of metrics.jsonl in them, each with its name in the legend and its style.
+PANELS = {
+    "loss (nats per token)": LOSSES,
+    "validation (bits per byte)": {"val_bpb": ("", DOTS)},
+    "gradient norm": {"grad_norm": ("", {})},
+    "learning rate": {"lr": ("", {})},
+    "tokens per second": {"tok_per_s": ("", {})},
+    "memory (GiB)": {"mem_gib": ("", {})},
+}
+PAIRS = {  # of a run on pairs
+    "loss (per pair)": LOSSES,
+    "accuracy of the rewards": {"reward_accuracy": ("", {}), "val_reward_accuracy": ("", DOTS)},
+    "gradient norm": {"grad_norm": ("", {})},
+    "learning rate": {"lr": ("", {})},
+    "tokens per second": {"tok_per_s": ("", {})},
+    "margin of the rewards": {"reward_margin": ("", {}), "val_reward_margin": ("", DOTS)},
 }
 logger = logging.getLogger("flatland")
 
@@ -64,21 +66,24 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     x = "step" if len(folders) == 1 else "tokens"
     figure, runs = Figure(figsize=(10, 9)), [_select(read_records(folder)) for folder in folders]
     has_pairs = any("reward_margin" in record for records in runs for record in records)
-    titles = dict(PAIRS.get(key, (key, title)) if has_pairs else (key, title) for key, title in PANELS.items())
-    panels = dict(zip(titles, figure.subplots(3, 2, sharex=True).flat, strict=True))
     figure.subplots_adjust(left=0.08, right=0.98, bottom=0.06, top=0.96, wspace=0.2, hspace=0.2)
     figure.supxlabel(x, y=0.005)
-    for number, (folder, records) in enumerate(zip(folders, runs, strict=True)):
-        for key in (*titles, "mean_loss", "val_loss", "val_reward_accuracy", "val_reward_margin"):
-            name, style = STYLES.get(key, ("", {}))
-            points = [(r[x], r[key]) for r in records if r.get(key) is not None]
-            color = number + len(folders) * key.startswith("val")
-            axis = panels.get(key, panels.get(key.removeprefix("val_"), panels["loss"]))
-            if points:
-                axis.plot(*zip(*points, strict=True), color=f"C{color}", label=f"{folder.name}: {name}", **style)
-    for key, axis in panels.items():
-        axis.set_title(titles[key], loc="left", fontsize=10)
+    panels = (PAIRS if has_pairs else PANELS).items()
+    for axis, (title, fields) in zip(figure.subplots(3, 2, sharex=True).flat, panels, strict=True):
+        for number, (folder, records) in enumerate(zip(folders, runs, strict=True)):
+            for key, (name, style) in fields.items():
+                points = [(r[x], r[key]) for r in records if r.get(key) is not None]
+                color = number + len(folders) * key.startswith("val")
+                if points:
+                    axis.plot(*zip(*points, strict=True), color=f"C{color}", label=f"{folder.name}: {name}", **style)
+        axis.set_title(title, loc="left", fontsize=10)
         axis.grid(alpha=0.3)
-    panels["grad_norm"].set_yscale("log")
-    panels["loss"].legend(fontsize=8)
+        if "loss" in fields:
+            axis.legend(fontsize=8)
+        if "grad_norm" in fields:
+            axis.set_yscale("log")
     figure.savefig(out, dpi=100)
+
+
+if __name__ == "__main__":  # log.py draws in a process of its own
+    draw_runs([Path(sys.argv[1])], Path(sys.argv[2]))

@@ -127,8 +127,7 @@ class Log(AbstractContextManager):
     def __exit__(self, kind: type | None, *error) -> None:
         with self.run.phase("end"):
             for file in (self.file, self.samples):
-                if file.waiting:
-                    file.finish(5 if kind else LAST)
+                file.finish(5 if kind else LAST)
             if kind is None:
                 self.draw(last=True)
             for tracker in self.trackers:
@@ -266,12 +265,10 @@ class Log(AbstractContextManager):
 
     def _draw(self) -> None:
         """In another process, which needs no torch and outlives a Ctrl-C, which ends the run after a last save."""
-        folder = self.run.folder.absolute()
-        new = folder / "curves.tmp.png"
-        code = "import sys, pathlib, curves; curves.draw_runs([pathlib.Path(sys.argv[1])], sys.argv[2])"
-        command = sys.executable, "-c", code, str(folder), str(new)
-        subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=True, start_new_session=True)
-        os.replace(new, folder / "curves.png")
+        new = self.run.folder / "curves.tmp.png"
+        command = sys.executable, ROOT / "curves.py", self.run.folder, new
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=True, start_new_session=True)
+        os.replace(new, self.run.folder / "curves.png")
 
 
 def keep_records(file: Path, start: int) -> None:

@@ -221,7 +221,7 @@ def test_copies_for_a_save_run_no_operator_of_torch():
     tensors["nothing"] = torch.ones(0, 4)  # of a rank beyond the end of an uneven tensor
     with Operators() as seen:
         copies = HostCopies(ALONE.device).make(tensors)
-    assert seen.names <= {"aten::view", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::slice"}
+    assert seen.names <= {"aten::view", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::slice", "aten::split"}
     assert all(copies[key].equal(tensor) and copies[key].dtype == tensor.dtype for key, tensor in tensors.items())
 
 
@@ -235,7 +235,8 @@ def test_slow_saves_have_the_values_of_their_step(tmp_path, monkeypatch, chunk):
         (tmp_path / mode).mkdir()
         saver = make_saver(model, optimizer, {}, config)
         if chunk:
-            saver.copies.chunks = [torch.empty(chunk, dtype=torch.uint8) for _ in range(2)]
+            monkeypatch.setattr("base.tensors.PINNED", chunk)
+            saver.copies.chunk = torch.empty(chunk, dtype=torch.uint8)
         for step in (1, 2, 3):
             saver.save(step, torch.arange(20))
             assert optimizer.may_update.is_set() == (mode == "off")
@@ -267,7 +268,8 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
     saver, left = make_saver(model, optimizer, {}, config, start=1), {}
     for step in (2, 4, 6):
         saver.save(step, torch.arange(20))
-        left[step] = sorted(p.name.replace("step-0000000", "") for p in tmp_path.glob("checkpoints/*"))
+        names = (p.name.replace("step-0000000", "") for p in tmp_path.glob("checkpoints/*"))
+        left[step] = sorted(name.rstrip("0123456789") if "damaged" in name else name for name in names)
         assert step > 2 or checkpoint.find(config)[0].step == 2  # the later damaged checkpoint does not displace it
     assert left == {2: ["1", "2", "2.damaged", "3.damaged"], 4: ["1", "2", "4"], 6: ["2", "4", "6"]}
     assert all(intact for _, intact, _ in checkpoint.verify(tmp_path))
@@ -297,8 +299,7 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
     assert (elsewhere / "manifest.json").exists()
     assert checkpoint.find(config)[0].step == 12
     checkpoint.clean(tmp_path, 4)
-    checkpoint.clean(tmp_path, 4)
-    assert (folder / "step-00000006.damaged/why.txt").exists()
+    assert [*folder.glob("step-00000006.damaged*/why.txt")]
 
 
 def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoint:

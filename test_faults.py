@@ -110,7 +110,7 @@ def test_a_save_killed_between_two_operations_leaves_the_old_state_or_the_new_on
         enough = {max(step - i, 0) for i in range(3)} - {0}
         assert {*map(checkpoint.step_of, checkpoint.folders(run))} >= enough
         checkpoint.clean(run)
-        left = {p.name for p in run.glob("checkpoints/*")}
+        left = {re.sub(r"damaged\d*", "damaged", p.name) for p in run.glob("checkpoints/*")}
         assert left <= {f"{folder.name}.damaged", *(f"step-{i:08d}" for i in range(1, whole + 2))}, left
         shutil.rmtree(run)
         if not ended:

@@ -8,12 +8,11 @@ reads, whose errors have names: a failing disk under the library's memory maps w
 library's own plain reads (backend="pread") read a whole tensor for each slice of it."""
 
 import errno
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -170,62 +169,34 @@ def _shift(ranges, origins):
 
 class HostCopies:
     """Copies of tensors in the host's memory, which is kept from one copy to the next: pages that the system has to
-    clear first take three times as long. From a GPU, values go through two pinned chunks on a separate stream. While
-    one is filled, the other is emptied."""
+    clear first take three times as long. From a GPU, values go through a pinned chunk on a separate stream."""
 
     def __init__(self, device: torch.device):
         self.backend = torch.get_device_module(device)
-        self.stream, self.copies = self.backend.Stream(), {}
-        cuda = device.type == "cuda"
-        self.chunks = [torch.empty(PINNED // 2, dtype=torch.uint8, pin_memory=True) for _ in range(2 * cuda)]
+        self.stream, self.copies, self.chunk = self.backend.Stream(), {}, None
+        if device.type == "cuda":
+            self.chunk = torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
 
     def begin(self) -> None:
         """Lets the next copies wait until the device has done its present work. Then another thread may make them."""
         self.stream.wait_stream(self.backend.current_stream())
 
     def make(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies by the same names, valid until the next call."""
-        for key in tensors.keys() - self.copies.keys():
-            x = tensors[key]  # not torch.empty, which --deterministic fills; see _copy
-            values = torch.from_numpy(np.empty(max(x.nbytes, x.itemsize), np.uint8)).view(x.dtype)
-            self.copies[key] = values[: x.numel()].view(x.shape)
-        copies = {key: self.copies[key] for key in tensors}
-        if self.chunks:
-            self._through_chunks(tensors, copies)
-        else:
-            for key, copy in copies.items():
-                _copy(copy, tensors[key])
-                disk.advance()
-        return copies
-
-    def _through_chunks(self, tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-        filled = None
-
-        def parts() -> Iterator[tuple[Tensor, Tensor]]:
-            for key, copy in copies.items():
-                both = tensors[key].contiguous(), copy
-                yield from zip(*(x.view(-1).view(torch.uint8).split(len(self.chunks[0])) for x in both), strict=True)
-
-        def empty(event, chunk: Tensor, target: Tensor) -> None:
-            event.synchronize()
-            _copy(target, chunk)
-            disk.advance()
-
-        with self.backend.stream(self.stream):
-            for chunk, (source, target) in zip(itertools.cycle(self.chunks), parts(), strict=False):
-                event, chunk = self.backend.Event(), chunk[: len(source)]
-                chunk.copy_(source, non_blocking=True)
-                event.record()
-                if filled:
-                    empty(*filled)
-                filled = event, chunk, target
-            empty(*filled)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """On the host, by numpy: torch would start OpenMP threads for the calling thread. With more of them than cores,
-    OpenMP's threads no longer spin, and each later step on a CPU takes 1.6 times as long."""
-    np.copyto(*(x.view(-1).view(torch.uint8).numpy() for x in (target, source.contiguous())))
+        """Copies by the same names, valid until the next call. Each call gets tensors of the same shapes."""
+        for key, x in tensors.items():
+            if key not in self.copies:  # not torch.empty, which --deterministic fills
+                values = torch.from_numpy(np.empty(max(x.nbytes, x.itemsize), np.uint8)).view(x.dtype)
+                self.copies[key] = values[: x.numel()].view(x.shape)
+            with self.backend.stream(self.stream):
+                both = x.contiguous(), self.copies[key]
+                for part, place in zip(*(y.view(-1).view(torch.uint8).split(PINNED) for y in both), strict=True):
+                    if self.chunk is not None:
+                        part = self.chunk[: len(part)].copy_(part)  # waits for this stream
+                    # Not torch, which would start OpenMP threads for this thread. With more of them than cores,
+                    # OpenMP's threads no longer spin, and each later step on a CPU takes 1.6 times as long.
+                    np.copyto(place.numpy(), part.numpy())
+                    disk.advance()
+        return self.copies
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -166,9 +166,8 @@ class Run:
         times = self.clock.by_phase
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in times.items())
         logger.info(f"Time taken: {times.total():.1f} seconds ({phases})")
-        message = ""
-        if state == "stopped":
-            message = f"by {self.stopped_by}"
+        message = f"by {self.stopped_by}" * (state == "stopped")
+        if message:
             logger.info(f"Stopped {message} after step {step}; the same command resumes from there")
 
         def record() -> None:
@@ -177,8 +176,7 @@ class Run:
 
         def finish() -> None:
             Background("status.json", record).finish(LAST)
-            if (log := logger.handlers[-1].stream).waiting:
-                log.finish(LAST)
+            logger.handlers[-1].stream.finish(LAST)
 
         on_first_rank(finish, self.ranks)
 
@@ -191,8 +189,7 @@ class Run:
             self.exit_code = 0
         self.watchdog.ended = True
         if self.lock:
-            refused = self.exit_code == 2 and not self.clock.step and not (self.folder / "checkpoints").exists()
-            if self.is_new and (refused or not self.began):
+            if self.is_new and self.exit_code == 2 and not self.clock.step:
                 shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.lock.release()
