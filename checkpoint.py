@@ -77,7 +77,7 @@ from dataset.prepare import knows_text
 from dataset.rows import merge_positions
 from hf.weights import base_fingerprint, export_trained, refuse_other_base
 from job.job import ANSWER, Run
-from optim import DTYPES, Optimizer, learning_rate, trainable_parameters
+from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, free_gathered, uncompiled, whole_rows
 
@@ -136,12 +136,11 @@ class Best:
         saved = resume_from and resume_from.manifest.get("best")
         if not saved or self.name == "none":
             return
-        if saved["name"] != self.name or not step_folder(Path(config.out), saved["step"]).exists():
+        if saved["name"] == self.name and step_folder(Path(config.out), saved["step"]).exists():
+            same_patience = saved["patience"] == self.patience
+            vars(self).update(saved, patience=self.patience, reason=saved["reason"] * same_patience)
+        else:
             warnings.append(f"The best checkpoint, of step {saved['step']}, is not here or was judged otherwise")
-            return
-        vars(self).update(saved, patience=self.patience)
-        if saved["patience"] != self.patience:
-            self.reason = ""
 
     def judge_by(self, data: int) -> None:
         """Forgets the best one if other data judged it."""
@@ -647,10 +646,6 @@ def restore(
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}: {proof}")
     if overridden := changes(resume_from, config):
         logger.info(f"Continuing with other settings, [old, new]: {overridden}")
-    step = resume_from.step + 1
-    old, new = learning_rate(resume_from.config, step), learning_rate(config, step)
-    if old != new:
-        logger.info(f"With the new --lr and --steps, the learning rate of step {step} is {new:.4g}, not {old:.4g}")
 
 
 def is_finished(config: Config, step: int) -> bool:

@@ -3,7 +3,6 @@ and the weights, and prints --check. config.py refuses flags that exclude each o
 
 import json
 import os
-import shlex
 import sys
 import zlib
 from dataclasses import replace
@@ -150,11 +149,9 @@ def check(config: Config) -> int:
 
 def say_finished(config: Config, step: int, best: checkpoint.Best) -> None:
     more = f"--steps {2 * step} " * (step >= config.steps) + "--patience 0" * bool(config.patience)
-    out = shlex.quote(config.out)
     print(
         f"{config.out} is finished after step {step}{f' ({best})' * bool(best.step)}, with the weights of step"
-        f" {best.step or step} in {config.out}/hf. For a sample: python generate.py --run {out} --prompt 'The'. The"
-        f" same command continues with {more.strip()}"
+        f" {best.step or step} in {config.out}/hf. The same command continues with {more.strip()}"
     )
 
 
