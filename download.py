@@ -22,7 +22,7 @@ from base.hub import UNFINISHED, guard_token, hub_errors, is_busy, sizes_of, spl
 DEFAULT = "meta-llama/Llama-3.1-405B"
 # Names that could lead out of a folder: with a part that is empty, . or .., a drive of Windows, a control character.
 BAD_NAME = re.compile(r"(^|[/\\])(\.{0,2}([/\\]|$)|[a-zA-Z]:)|[\0-\x1f\x7f]")
-# huggingface_hub's arguments without --include: the files to download (None: all), and to leave out.
+# huggingface_hub's arguments: the files to download (None: all), and to leave out.
 PATTERNS = {
     "model": {
         "allow_patterns": [
@@ -33,7 +33,7 @@ PATTERNS = {
     },
     "dataset": {
         "allow_patterns": None,
-        "ignore_patterns": ["*.pth", "*.pt", "*.ckpt", "*.pkl", ".git*", "*.md", "*.py"],
+        "ignore_patterns": ["*.pth", "*.pt", "*.ckpt", "*.pkl", ".git*", ".cache/*", "*.md", "*.py"],
     },
 }  # fmt: skip
 WEIGHTS = [
@@ -48,13 +48,10 @@ def list_repo(name: str, revision: str) -> tuple[str, dict]:
 
     ask = partial(HfApi().repo_info, **split_name(name), revision=revision, files_metadata=True)
     info = retry(ask, transient=is_busy)
-    try:
-        files = {f.rfilename: (int(f.size), str(f.lfs.sha256 if f.lfs else f.blob_id)) for f in info.siblings}
-        bad = [file for file in (info.sha, *files) if BAD_NAME.search(file)]  # the commit is the name of a folder
-    except (TypeError, ValueError, OverflowError) as e:
-        raise Failure(f"{name}: HF_ENDPOINT does not answer as a hub does ({e})") from None
-    if bad:
-        raise UserError(f"{name} lists a file {bad[0]!r}, which leads out of a folder")
+    files = {f.rfilename: (f.size, f.lfs.sha256 if f.lfs else f.blob_id) for f in info.siblings}
+    for file in (info.sha, *files):  # the commit is the name of a folder
+        if BAD_NAME.search(file):
+            raise UserError(f"{name} lists a file {file!r}, which leads out of a folder")
     return info.sha, files
 
 
@@ -67,10 +64,8 @@ def download(args: argparse.Namespace, command: str) -> None:
     repo = split_name(args.repo)
     commit, files = list_repo(args.repo, args.revision)
     patterns = PATTERNS[repo["repo_type"]]
-    if args.include:
-        patterns = {"allow_patterns": args.include, "ignore_patterns": []}
-    left_out = [*patterns["ignore_patterns"], ".cache/*", *args.exclude, *(WEIGHTS if args.skip_model else [])]
-    patterns = patterns | {"ignore_patterns": left_out}
+    if args.skip_model:
+        patterns = patterns | {"ignore_patterns": [*patterns["ignore_patterns"], *WEIGHTS]}
     selected = {name: files[name] for name in filter_repo_objects(files, **patterns)}
     if not selected:
         raise UserError(f"{args.repo}: none of its files is selected: {', '.join([*files][:8])}")
@@ -122,13 +117,6 @@ FLAGS = {
     "repo": dict(nargs="?", default=DEFAULT, metavar="REPO", help="ORG/NAME or datasets/ORG/NAME (%(default)s)"),
     "--revision": dict(default="main", metavar="R", help="branch, tag or commit (%(default)s)"),
     "--skip_model --skip-model": dict(action="store_true", help="configuration and tokenizer only"),
-    "--include": dict(
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="only files whose path matches (* is anything); may be repeated",
-    ),
-    "--exclude": dict(action="append", default=[], metavar="PATTERN", help="leave these files out; may be repeated"),
     "--verify": dict(action="store_true", help="download nothing: hash the files that exist"),
     "--out": dict(default="", metavar="DIR", help="a folder for plain files (default: the cache)"),
 }

@@ -8,7 +8,7 @@
 #     --retries N     relaunches without progress before giving up (default: 3 on several machines, 0 on one)
 #     All other arguments go to train.py; python train.py --help lists its flags.
 #     Ctrl-C ends the following of the log, with status 130; the run continues.
-# bash launch.sh logs   [--out DIR] [HOST|RANK]  watch a run to its end, or show the output of a host or rank
+# bash launch.sh logs   [--out DIR] [HOST]       watch a run to its end, or show the output of a host
 # bash launch.sh status [--out DIR]              its state, and its processes on every host
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
 # bash launch.sh stop   [--out DIR] [--now]      let it save and stop; --now, or once more: at once, without saving
@@ -42,10 +42,8 @@ case $verb in
   help)
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh
     exit ;;
-  recipes)  # the first sentence of each
-    for file in recipes/*.args; do
-      printf '@%-32s %s\n' "$file" "$(sed '/^#/!Q; s/^# //' "$file" | tr '\n' ' ' | sed 's/\. .*/./')"
-    done
+  recipes)  # the first line of each
+    grep -m1 '^# ' recipes/*.args | sed 's/^/@/; s/:#/ /'
     exit ;;
   setup)
     environment run

@@ -31,7 +31,6 @@ MANY = 256  # files; of more, one block of each may do
 logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.3.0"  # CHANGELOG.md lists its changes
-FULL = 2**20  # free bytes below which a disk counts as full
 LEASE = 120.0  # seconds without renewal after which another process may take a lock
 SUBSTITUTES = {  # first bytes -> a content that was stored instead of a file
     b"version https://git-lfs": "a git-LFS pointer, not the file: run `git lfs pull` there",

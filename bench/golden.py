@@ -1,17 +1,17 @@
 """Golden losses: training runs whose losses must not change unless a change of the numerics is intended.
 
-    python bench/golden.py                  # compare this checkout's losses with golden.json
+    python bench/golden.py                  # compare this checkout's losses with golden/losses.json
     python bench/golden.py --record         # replace the records of this torch, CPU maker and family
 
-train.py trains six tiny recipes for 60 steps, each on one rank and on two. golden.json holds the loss and the gradient
-norm of every step and the final validation loss, per torch, CPU maker and family, and instruction set.
+train.py trains six tiny recipes for 60 steps, each on one rank and on two. golden/losses.json holds the loss and the
+gradient norm of every step and the final validation loss, per torch, CPU maker and family, and instruction set.
 Runs use one thread per rank, no compiler, one instruction set in torch and oneDNN, and the MKL code that all x86 CPUs
 share. The avx512_bf16 set computes in bf16, unless a recipe says fp32; the other sets compute in fp32.
 
 With the same torch, CPU maker and family, and instruction set as the record, every figure must be equal bit for bit.
 Any other machine or torch is compared within tolerances with the first record of the instruction set, and the result
-says so; no machine is skipped. Delete records that no longer apply. ARM CPUs
-have no x86 set: they use the set `default` (torch's portable kernels, fp32), compared with the EPYC's.
+says so; no machine is skipped. Delete records that no longer apply. ARM CPUs have no x86 set: they use the set
+`default` (torch's portable kernels, fp32), compared with the EPYC's.
 torch 2.11 computes the same bits as 2.13 on the EPYC; 2.15 does with avx2, while with avx512_bf16 4 of the 12 runs
 differ by 2e-7 to 4e-7, well within FINE. None of this is assumed.
 
@@ -37,6 +37,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,8 @@ import train
 from curves import read_records
 
 FOLDER = Path(__file__).resolve().parent
-RECORD = FOLDER / "golden.json"
+DATA = FOLDER / "golden"  # texts and conversations of 60 invented words
+RECORD = DATA / "losses.json"
 CPUINFO = Path("/proc/cpuinfo")
 TORCH = version("torch").partition("+")[0]
 FIRST = 5  # steps that are compared closely
@@ -116,29 +118,6 @@ def sets_here() -> list[str]:
     return [name for name, (_, _, flag, _) in SETS.items() if flag in CPUINFO.read_text()]
 
 
-def write_data(folder: Path) -> None:
-    """Texts and conversations from a generator that no version of Python or numpy changes."""
-    state = 1
-
-    def draw(n: int) -> int:
-        nonlocal state
-        state = (1103515245 * state + 12345) % 2**31  # the linear congruential generator of the C standard
-        return (state >> 8) % n
-
-    words = ["".join("aeioulnrst"[draw(10)] for _ in range(1 + draw(7))) for _ in range(60)]
-
-    def sentence() -> str:
-        return " ".join(words[min(draw(60), draw(60))] for _ in range(3 + draw(9))) + ".\n"
-
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text("".join(sentence() for _ in range(800)))
-    rows = []
-    for _ in range(200):
-        pairs = [{"role": role, "content": sentence()} for _ in range(1 + draw(2)) for role in ("user", "assistant")]
-        rows.append(json.dumps({"messages": pairs}) + "\n")
-    (folder / "chat.jsonl").write_text("".join(rows))
-
-
 def train_rank(index: int, dtype: str, ports: list[int]) -> None:
     """One of the three processes that train a recipe: the first alone, the others as two ranks."""
     recipe, port = [*RECIPES][index // 3], ports[index // 3]
@@ -151,7 +130,6 @@ def train_all(dtype: str) -> None:
     """Trains all recipes in the current folder at the same time, because two ranks often wait for each other. The
     environment selects the instruction set."""
     log.Log.draw = lambda *_, **__: None  # plots take time and do not affect losses
-    write_data(Path())
     ports = [get_free_port() for _ in RECIPES]
     start_processes(train_rank, (dtype, ports), nprocs=3 * len(RECIPES), start_method="fork")
 
@@ -167,6 +145,7 @@ def measure(instructions: str) -> dict[str, Figures]:
     aten, onednn, _, dtype = SETS[instructions]
     environment = os.environ | ENVIRONMENT | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(DATA, folder, dirs_exist_ok=True)
         command = [sys.executable, "-c", f"import golden; golden.train_all({dtype!r})"]
         subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         return {run.name: figures(run) for run in Path(folder).glob("* on *")}

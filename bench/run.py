@@ -2,7 +2,7 @@
 
     python bench/run.py speed [@recipes/NAME.args] [--flag value ...]    tokens/s, against transformers' model
     python bench/run.py fp8 [...]                   tokens/s in bf16 and with each recipe of FP8
-    python bench/run.py scale                       a record on 1,024 ranks; 100,000 shards of 15 T tokens on two
+    python bench/run.py scale                       a record on 1,024 ranks, without the network
 
 speed and fp8 take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
 other load affects all of them, and a ratio is to the first contender of the same turn. Each is a new process, because
@@ -26,10 +26,14 @@ from base.errors import Failure, Parser, prepare_python, run_script
 if __name__ == "__main__":
     prepare_python()
 
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from base.disk import ROOT
 from base.host import describe_environment
+from base.ranks import Ranks, sum_over_ranks
 from curves import read_records
-from scale import bench_scale
 
 TURNS = 3
 RECORDS = 5  # of a turn, one every five steps; the first two are warm-up
@@ -70,6 +74,17 @@ def bench_training(suite: str, flags: list[str]) -> Iterator[dict]:
             first = first or rate
             row = {"turn": turn, "contender": name, "tokens/s": rate, "ratio": rate / first}
             yield row | {key: records[-1].get(key) for key in ("mfu", "mem_gib", "step", "loss")}
+
+
+def bench_scale(ranks: int = 1024, records: int = 100) -> Iterator[dict]:
+    """The time that a record takes each rank. The router of Qwen3-235B has 96 x 128 sums."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    sums, begin = [torch.zeros(96, 128)], time.perf_counter()
+    for _ in range(records):
+        sums, rows = sum_over_ranks(sums, [1.0, 2.0], Ranks(0, ranks, torch.device("cpu")))
+    seconds = (time.perf_counter() - begin) / records
+    dist.destroy_process_group()
+    yield {"ranks": ranks, "record_ms": 1e3 * seconds, "bytes": 8 * (sums[0].numel() + sum(map(len, rows)))}
 
 
 def main(argv: list[str]) -> None:

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,37 +35,40 @@ def main(argv: list[str]) -> None:
     set_allocators()  # those of train.py
     device = find_device(1)
     config = settle(parse_args(argv, trains=True), replace(ALONE, device=device))
-    loader = make_loader(config)
-    how, auto = {"dtype": DTYPES[config.param_dtype], "attn_implementation": "sdpa"}, transformers.AutoModelForCausalLM
-    shape = transformers.AutoConfig.for_model(**config_json(config.model_config, "float32"))
+    dtype, auto = DTYPES[config.param_dtype], transformers.AutoModelForCausalLM
     with device:  # random values for 3 B parameters take a CPU minutes
-        model = auto.from_pretrained(config.weights, **how) if config.weights else auto.from_config(shape, **how)
+        if config.weights:
+            model = auto.from_pretrained(config.weights, dtype=dtype)
+        else:
+            shape = config_json(config.model_config, "float32")
+            model = auto.from_config(transformers.AutoConfig.for_model(**shape), dtype=dtype)
     model.train()
-    model.config.use_cache = False
-    call = model if config.compile == "none" else torch.compile(model, dynamic=False)
-    betas, begin, last = (config.beta1, config.beta2), time.perf_counter(), 0
+    if config.compile != "none":
+        model.compile(dynamic=False)
+    betas = config.beta1, config.beta2
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=config.weight_decay, fused=True)
     Path(config.out).mkdir(parents=True)
-    for step, batches in enumerate(loader, 1):
+    begin, last = time.perf_counter(), 0
+    for step, batches in enumerate(islice(make_loader(config), config.steps), 1):
         optimizer.param_groups[0]["lr"] = learning_rate(config, step)
-        losses = []
-        for batch in (batch.to(device) for batch in batches):
+        total = 0
+        for batch in batches:
+            batch = batch.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-                loss = call(input_ids=batch.tokens, shift_labels=batch.targets, labels=batch.targets).loss
-            (loss / len(batches)).backward()
-            losses.append(loss.detach())
+                out = model(batch.tokens, shift_labels=batch.targets, labels=batch.targets, use_cache=False)
+                loss = out.loss / len(batches)
+            loss.backward()
+            total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 or step % config.log_every == 0:
-            record = {"step": step, "loss": torch.stack(losses).mean().item(), "grad_norm": norm.item()}
+            record = {"step": step, "loss": total.item(), "grad_norm": norm.item(), "mem_gib": memory_gib(device)}
             now = time.perf_counter()
-            record |= {"tok_per_s": (step - last) * config.batch_tokens / (now - begin), "mem_gib": memory_gib(device)}
+            record["tok_per_s"] = (step - last) * config.batch_tokens / (now - begin)
             with open(Path(config.out, "metrics.jsonl"), "a") as file:
                 print(json.dumps(record), file=file)
             begin, last = now, step
-        if step == config.steps:
-            break
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ The job is relaunched as a whole because torchrun reliably regroups only in simp
 
 import argparse
 import contextlib
-import json
+import itertools
 import math
 import os
 import re
@@ -38,10 +38,10 @@ if __name__ == "__main__":
 
 from filelock import Timeout
 
-from base.disk import FULL, LEASE, free_space, lease
+from base.disk import LEASE, lease, read_json, write_json
 from config import parse_args
-from doctor import PATIENCE, Host, ask, columns, read_job, say, survey, verb_doctor, verb_sync
-from node import FOLLOWED, KILLED, SILENT, START_LIMIT, read, read_json, tail, write_json
+from doctor import PATIENCE, Host, ask, read_job, say, survey, verb_doctor, verb_sync
+from node import FOLLOWED, KILLED, START_LIMIT, read, tail
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
@@ -92,7 +92,7 @@ def state_of(out: Path) -> State:
     if supervised and state in EXIT:  # rank 0 is done, but not the agents
         state, message = "running", ""
     elif not supervised and state not in EXIT and not is_held(out / "lock"):  # of the job, see job/job.py
-        state, message = "failed", "dead: it ended without a message"
+        state, message = "failed", "dead: it ended without a message, or the disk is full"
     return State(state, status.get("step", 0), message)
 
 
@@ -107,7 +107,7 @@ class Supervisor:
         start_logging(self.out, on_screen=False)
 
     def write_status(self, state: str, message: str = "") -> State:
-        """Writes status.json, and a failure into log.txt. A full disk is named when the attempt is judged."""
+        """Writes status.json, unless the disk is full, and a failure into log.txt."""
         status = State(state, read_json(self.out / "status.json").get("step", 0), message)
         more = {"exit_code": EXIT.get(state), "attempt": self.job.get("id"), "time": time.time()}
         with contextlib.suppress(OSError):
@@ -117,13 +117,17 @@ class Supervisor:
         return status
 
     def stop_requested(self) -> bool:
-        return (self.out / "logs/stop").exists() or STOP_REASON in read_json(self.out / "status.json").get(
-            "message", ""
-        )
+        message = read_json(self.out / "status.json").get("message", "")
+        return STOP_REASON in message or (self.out / "logs/stop").exists()
 
     def run(self) -> None:
+        launch = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         saved, tries = "", 0
-        while (end := self.attempt()).state == "failed" and not self.stop_requested():
+        for number in itertools.count():
+            self.job["id"] = f"{launch}.{number}"  # attempts of one launch take over each other's lock
+            end = self.attempt(first=number == 0)
+            if end.state != "failed" or self.stop_requested():
+                return
             manifests = self.out.glob("checkpoints/step-????????/manifest.json")
             newest = max((path.parent.name for path in manifests), default="")
             tries = 1 if newest > saved else tries + 1
@@ -131,26 +135,20 @@ class Supervisor:
             if tries > self.job["retries"]:
                 return
             pause = self.job["retry_pause"] * 2 ** (tries - 1)
-            start = newest or "the start"
-            logger.error(
-                f"Relaunching from {start} in {pause} s: try {tries} of {self.job['retries']} without progress"
-            )
+            count = f"try {tries} of {self.job['retries']} without progress"
+            logger.error(f"Relaunching from {newest or 'the start'} in {pause} s: {count}")
             self.write_status("waiting", end.message)
             limit = time.monotonic() + pause
             while time.monotonic() < limit and not self.stop_requested():
                 time.sleep(LOOK)
 
-    def attempt(self) -> State:
+    def attempt(self, first: bool) -> State:
         """One launch, to its end. If a host refuses the first start, this is the user's mistake; its silence is not."""
-        first = "id" not in self.job
         if self.stop_requested():
             return self.write_status("stopped", "between two tries")
-        new = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        name, _, attempt = self.job.get("id", new).partition(".")
-        self.job["id"] = f"{name}.{int(attempt or -1) + 1}"  # attempts of the same name take over each other's lock
         self.write_status("starting")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
-            host.last, host.silence = {}, ""
+            host.last = {}
             host.session = re.sub(r"[^\w-]", "_", f"flatland-{self.out.name}-{self.job['id']}-{host.node}", flags=re.A)
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
         launch = {key: self.job[key] for key in ("out", "ssh", "id")}
@@ -185,28 +183,24 @@ class Supervisor:
         state, message = status.get("state"), status.get("message") or ""
         if state != "starting":
             self.job["meet"] = 120  # all have met, so their disks have what they import
-        if state in ("finished", "error") or (state == "stopped" and (stopped or error["order"] >= SILENT)):
+        is_cause = error["order"] <= 0
+        if state in ("finished", "error") or (state == "stopped" and (stopped or not is_cause)):
             return state, message
         if state == "starting" and error.get("kind") == "error":
             return "error", error["message"]
         if stopped and (state == "starting" or read(self.out / "logs/stop")):
             return "stopped", "without saving"
-        if error["order"] < SILENT or state != "failed":
+        if is_cause or state != "failed":
             message = error["message"]
         if output := error.get("tail", "").rstrip():
             logger.error(f"---- the end of {error['file']}\n{output}\n----")
-        if free_space(self.out)[0] < FULL:
-            message += f"; the disk of {self.out} is full: free some space, then run the same command again"
         return "failed", message
 
 
 def first_error(hosts: list[Host]) -> dict:
-    """The first of the hosts' errors. A host that did not answer last is an error itself; an earlier silence counts
-    only if nothing else explains the end."""
+    """The first of the hosts' errors. A host that does not answer is an error itself."""
     errors = [error for host in hosts for error in host.last.get("errors", [])]
-    for host in hosts:
-        if host.silence:
-            errors.append({"order": KILLED if "silent" in host.last else SILENT, "message": host.silence})
+    errors += [{"order": KILLED, "message": host.problem} for host in hosts if "silent" in host.last]
     errors.append({"order": FOLLOWED, "message": "it ended, and no host can name the reason"})
     return min(errors, key=lambda error: error["order"])
 
@@ -263,9 +257,9 @@ def verb_train(words: list[str]) -> int:
     if hosts[0].problem:
         raise UserError(hosts[0].problem)
     say(done["err"], sys.stderr, end="")
-    *messages, about = done["out"].splitlines() or [""]
-    say("".join(f"{message}\n" for message in messages), end="")
-    if done["exit"] or config.check or json.loads(about)["state"] == "finished":
+    messages, _, about = done["out"].rpartition("{")
+    say(messages, end="")
+    if done["exit"] or config.check or '"state": "finished"' in about:
         return abs(done["exit"])
     out = Path(config.out)
     job |= {"out": str(out.absolute()), "timeout": float(config.timeout)}
@@ -305,21 +299,17 @@ def leave_behind(supervisor: Supervisor) -> None:
 def verb_logs(out: Path, flags: argparse.Namespace) -> int:
     if flags.which is None:
         return follow(out)
-    launch, hosts = read_launch(out)
-    host, pattern = find_host(hosts, flags.which)
-    files = (out / "logs" / host.label / launch["id"]).glob(pattern)
+    launch, host = find_host(out, flags.which)
+    files = (out / "logs" / host.label / launch["id"]).glob("**/*.log")
     return subprocess.call(["tail", "-vn50", *sorted(files)])
 
 
-def find_host(hosts: list[Host], which: str | None) -> tuple[Host, str]:
-    """The run's host of this label, name or rank, or the first one -> (host, pattern of its output files). The ranks
-    are in the order of the hosts."""
+def find_host(out: Path, which: str | None) -> tuple[dict, Host]:
+    """The job of the run's last launch, and its host of this label or name, or the first one."""
+    launch, hosts = read_launch(out)
     for host in hosts:
         if which in (None, host.label, host.name):
-            return host, "**/*.log"
-    ranks = [(host, f"*/attempt_*/{i}/*.log") for host in hosts for i in range(host.slots)]
-    if which and which.isdigit() and int(which) < len(ranks):
-        return ranks[int(which)]
+            return launch, host
     raise UserError(f"no host '{which or ''}' in this run: bash launch.sh status")
 
 
@@ -327,11 +317,10 @@ def verb_status(out: Path, flags: argparse.Namespace) -> None:
     launch, hosts = read_launch(out)
     say(f"{out}: {state_of(out)}\n{tail(out / 'log.txt', 1)}", end="")
     ask(hosts, launch, "look", gpus=True)
-    table = [("host", "processes", "load in %, memory in MiB of each GPU")]
+    say("processes, load in % and memory in MiB of each GPU")
     for host in hosts:
         answer = {"processes": "?", "gpus": [host.problem]} | host.last
-        table.append((host.label, str(answer["processes"]), "; ".join(answer["gpus"])))
-    say(columns(table))
+        say("; ".join([f"{host.label}: {answer['processes']}", *answer["gpus"]]))
 
 
 def verb_stop(out: Path, flags: argparse.Namespace) -> int:
@@ -341,7 +330,6 @@ def verb_stop(out: Path, flags: argparse.Namespace) -> int:
         at_once = flags.now or request_file.exists()
         say(f"Stopping {out} at once" if at_once else f"{out} ends its step and saves; once more stops it at once")
         with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
-            request_file.parent.mkdir(exist_ok=True)
             request_file.write_text("now" * at_once)
         if at_once:
             ask(hosts, launch, "sweep")
@@ -349,8 +337,7 @@ def verb_stop(out: Path, flags: argparse.Namespace) -> int:
 
 
 def verb_attach(out: Path, flags: argparse.Namespace) -> int:
-    launch, hosts = read_launch(out)
-    host, _ = find_host(hosts, flags.which)
+    launch, host = find_host(out, flags.which)
     command = ["tmux", "attach", "-t", f"={host.session}"]
     return subprocess.call(command if host.local else [*host.ssh(f"-t {launch['ssh']}"), shlex.join(command)])
 

@@ -3,7 +3,7 @@ cluster.py runs jobs on them; node.py acts on one machine.
 
 Every launch examines its hosts with `survey`, and so does doctor. Then doctor times a product on each GPU, repeats it
 and a sum to see that the bits never differ, has all hosts sum 64 MiB together, runs train.py's own check on every host,
-and draws a table with a row for each host. Below the table, each problem has a line.
+and prints a line for each host. Below them, each problem has a line.
 
 A *job* is a dictionary that every operation of node.py gets: the settings and flags of the launcher, the words for
 train.py, the environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation
@@ -47,7 +47,6 @@ class Host:
     devices: list | None = None  # its share of the GPUs; None without GPUs
     last: dict = field(default_factory=dict)  # its last answer
     heard: float = 0.0  # the time of that answer
-    silence: str = ""  # the problem when it last stopped to answer
 
     @property
     def local(self) -> bool:
@@ -67,34 +66,25 @@ class Host:
 
     def call(self, job: dict, operation: str, patience: float = 20, **more) -> dict:
         """Runs an operation of node.py on the host, in this process for localhost -> its answer."""
-        request, was_silent = {**vars(self), **job, **more}, "silent" in self.last
+        request = {**vars(self), **job, **more}
         self.last = node.answer(operation, request) if self.local else self.call_by_ssh(operation, request, patience)
         if "silent" not in self.last:
             self.heard = time.monotonic()
-        elif not was_silent:
-            self.silence = self.problem
         return self.last
 
     def call_by_ssh(self, operation: str, request: dict, patience: float) -> dict:
-        remote = f"exec python3 {shlex.quote(f'{ROOT}/launch/node.py')} serve {operation}"
+        remote = f"exec {shlex.join([sys.executable, node.THIS_FILE])} serve {operation}"
         command = ["timeout", "--foreground", str(patience), *self.ssh(request["ssh"]), remote]
         pipes = {"input": json.dumps(request) + "\n", "capture_output": True, "text": True, "errors": "replace"}
         done = subprocess.run(command, **pipes)
         answer = last_line(done.stdout)  # other lines are a .bashrc's
         if answer.startswith("{"):
             return json.loads(answer)
-        late = done.returncode == 124  # timeout's
-        return {"silent": f"no answer in {patience} s" if late else last_line(done.stderr)}
+        return {"silent": last_line(done.stderr) or f"no answer in {patience} s"}
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:
     print(printable(text), file=stream, end=end, flush=True)
-
-
-def columns(rows: list) -> str:
-    """Rows of equally many words, each column as wide as its longest word."""
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **request) -> list[str]:
@@ -119,7 +109,7 @@ def read_job(words: list[str]) -> tuple[list[Host], dict]:
     """The arguments of `train` and `doctor` -> (the hosts, the job)"""
     flags, words = Parser(FLAGS, add_help=False).parse_known_args(words)
     hosts = read_hosts(flags.hosts)
-    job = SETTINGS | {"nproc": flags.nproc, "detach": flags.detach, "words": words or DEFAULT, "python": sys.executable}
+    job = SETTINGS | {"nproc": flags.nproc, "detach": flags.detach, "words": words or DEFAULT}
     if flags.retries is not None or len(hosts) == 1:
         job["retries"] = flags.retries or 0
     # Systems give clients ports from 32768 on, so a port below is hardly ever taken
@@ -159,7 +149,7 @@ def survey(hosts: list[Host], job: dict) -> None:
     assign_ranks(hosts, job["nproc"])
     job["first"], job["last"], job["nodes"] = hosts[0].address, hosts[-1].address, len(hosts)
     ranks = sum(host.slots for host in hosts)
-    job["check"] = ["env", f"WORLD_SIZE={ranks}", job["python"], f"{ROOT}/train.py", *job["words"], "--check"]
+    job["check"] = ["env", f"WORLD_SIZE={ranks}", sys.executable, f"{ROOT}/train.py", *job["words"], "--check"]
 
 
 def assign_ranks(hosts: list[Host], nproc: int) -> None:
@@ -210,14 +200,14 @@ def verb_doctor(words: list[str]) -> int:
     hosts, job = read_job(words)
     survey(hosts, job)
     meeting = job["first"], job["last"], str(job["port"]), str(job["nodes"])
-    measure = [job["python"], f"{ROOT}/launch/node.py", "measure", *meeting, *job["check"]]
+    measure = [sys.executable, node.THIS_FILE, "measure", *meeting, *job["check"]]
     ask(hosts, job, "run", PATIENCE, command=measure)
-    names = "torch", "attention", "MB/s", "TFLOP/s"
-    table, problems = [("host", *names)], []
+    problems = []
     for host in hosts:
         failure = host.problem or (host.last["exit"] and last_line(host.last["err"]))
         facts = {"problems": [failure]} if failure else json.loads(last_line(host.last["out"]))
-        table.append((host.label, *(str(facts.get(name) or "none") for name in names)))
+        values = [f"{name} {facts.get(name) or 'none'}" for name in ("torch", "attention", "MB/s", "TFLOP/s")]
+        say(f"{host.label}: {', '.join(values)}")
         problems += [f"✗ {host.label}: {problem}" for problem in facts["problems"]]
-    say("\n".join([columns(table), *problems]))
+    say("\n".join(problems))
     return bool(problems)

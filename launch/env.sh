@@ -19,7 +19,6 @@ install_torch() {  # the pinned torch: for CPUs, for an older driver, or PyPI's
     *'Version: '*) return ;;
     *) build=cpu ;;
   esac
-  echo "Installing torch from $torch_index/$build"
   # --no-deps: pip takes nothing but torch from this index
   "${pip[@]}" --no-deps --retries 1 --extra-index-url "$torch_index/$build" "${needs[0]}+$build" ||
     [[ $build == cpu ]] ||  # PyPI's torch works as well, but is larger
@@ -37,8 +36,7 @@ make_complete() {  # its caller opens the checkout's folder as descriptor 9, for
   fi
   torch=torch==$(supported_torch "$python") || { torch=${needs[0]} && install_torch; }
   "${pip[@]}" "$torch" "${needs[@]:1}" ||
-    complain "Installing the requirements failed, see above. Torch needs Python 3.10 to 3.14 (to choose one: python3.12 -m
-venv --clear .venv), 1 GB for CPUs, 8 GB with CUDA."
+    complain "Installing the requirements failed, see above. Torch needs Python 3.10 to 3.14 and up to 8 GB."
   stamp >"$file"
 }
 

@@ -2,23 +2,21 @@
 
 `python3 launch/node.py serve OPERATION` answers cluster.py over ssh; for localhost, cluster.py calls `answer`. The
 request is a line of JSON on stdin, so that no secret is on a command line: the host's line in `hosts`, facts about the
-host, and the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before
-it has an environment; `torchrun` and `measure` run in the environment's Python.
+host, and the job. The answer is a line of JSON. It runs in the environment's Python, which has the same path on all
+hosts.
 
-The *agent* (`node.py agent`) runs torchrun in the host's tmux session, or under Slurm's srun. When torchrun ends, the
-agent ends the remaining processes of the attempt. Its log folder is `runs/NAME/logs/HOST/ID`. There it writes
-agent.stderr.log, and agent.json: {} until the end, then torchrun's exit status. A rank that fails writes error.json
-into its folder below (base/errors.py); for a rank that was killed, `torchrun` writes it. A process belongs to an
-attempt if its variable TORCHELASTIC_ERROR_FILE is below this folder."""
+The *agent* (`node.py agent`) is torchrun, in the host's tmux session or under Slurm's srun. When the ranks have ended,
+it ends the remaining processes of the attempt. Its log folder is `runs/NAME/logs/HOST/ID`. There it writes
+agent.stderr.log, and agent.json: {} until the end, then its exit status. A rank that fails writes error.json into its
+folder below (base/errors.py); for a rank that was killed, the agent writes it. A process belongs to an attempt if its
+variable TORCHELASTIC_ERROR_FILE is below this folder."""
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import platform
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -26,17 +24,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
-THIS_FILE = os.path.abspath(__file__)
-ROOT = Path(THIS_FILE).parents[1]
+sys.path.insert(1, str(Path(__file__).parents[1]))
+from base.disk import ROOT, read_json, write_json
+from base.errors import prepare_python
+
+THIS_FILE = f"{ROOT}/launch/node.py"
 # The variable that all processes of a run have, with a path in the attempt's log folder.
 MARK = "TORCHELASTIC_ERROR_FILE"
 START_LIMIT = 60  # seconds for an agent to appear
 REPETITIONS = 5000  # of a product of 1.1 TFLOP and a sum, by doctor: 10 to 60 seconds
-# The order of an end, besides 0 (the first cause, as job/job.py says): before it, after it, and of an end that another
-# end has caused.
-KILLED, SILENT, FOLLOWED = -1, 10**8, 10**9
+# The order of an end, besides 0 (the first cause, as job/job.py says): before it, and of an end that another end has
+# caused.
+KILLED, FOLLOWED = -1, 10**9
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = [
     "HOME",
@@ -65,7 +67,7 @@ OWN_FILES = [
     "launch/*.py",
     "launch/*.sh",
     "bench/*.py",
-    "bench/*.json",
+    "bench/golden/*",
 ]
 TORCHRUN = [  # its flags, with the fields of a request
     "--nnodes={nodes}",
@@ -74,6 +76,7 @@ TORCHRUN = [  # its flags, with the fields of a request
     "--max-restarts=0",
     "--master-addr={first}",
     "--master-port={port}",
+    "--signals-to-handle=SIGQUIT",
     "--rdzv-id={id}",
     "--rdzv-conf=timeout={meet}",
     "--redirects=3",
@@ -93,26 +96,6 @@ def read(path):
         return ""
 
 
-def read_json(path):
-    """{} if the file is missing or not JSON."""
-    try:
-        return json.loads(read(path))
-    except ValueError:
-        return {}
-
-
-def write_json(path, value):
-    """Replaces a file in one step: a reader sees the old content or the new content. On a full disk the old file is
-    overwritten instead, because it has room."""
-    temporary, text = path.with_suffix(".new"), json.dumps(value, indent=1) + "\n"
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        path.write_text(text)
-
-
 def tail(path, lines):
     """The last lines of a file; empty if it cannot be read."""
     command = ["tail", "-n", str(lines), path]
@@ -125,7 +108,7 @@ def last_line(text):
 
 def processes(logs):
     """process id -> environment as text, of all processes of the run that logs below this folder."""
-    found = {int(pid): read(f"/proc/{pid}/environ") for pid in os.listdir("/proc") if pid.isdigit()}
+    found = {int(path.parent.name): read(path) for path in Path("/proc").glob("[0-9]*/environ")}
     return {p: e for p, e in found.items() if f"{MARK}={logs}/" in e and p != os.getpid()}
 
 
@@ -145,7 +128,7 @@ def kill_all(logs):
 
 def agent(parcel):
     """Is the agent of the request that `start` has left in a file."""
-    request = read_json(parcel)
+    request = read_json(Path(parcel))
     os.unlink(parcel)
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -167,7 +150,6 @@ def join(out, attempt, ranks, port, meet, addresses, *words):
         last=nodes[-1],
         port=port,
         meet=meet,
-        python=sys.executable,
         words=words,
     )
     log_folder(request).mkdir(parents=True)
@@ -177,73 +159,59 @@ def join(out, attempt, ranks, port, meet, addresses, *words):
 def outcome(out, attempt, ranks, *nodes):
     """Prints how an attempt under Slurm ended, in a word of status.json or `none`, and the node that failed first: that
     of the last rank in the message, because those that wait name the one that is behind."""
-    status, node = read_json(f"{out}/status.json"), ""
+    status, node = read_json(Path(out, "status.json")), ""
     state = status["state"] if status.get("attempt") == attempt else "none"
     files = Path(out).glob(f"logs/*/{attempt}/*/attempt_*/*/error.json")
-    error = min(map(read_json, files), key=lambda error: error.get("order", SILENT), default={})
-    if error.get("order", SILENT) < SILENT and state != "finished":
+    error = min(map(read_json, files), key=lambda error: error.get("order", FOLLOWED), default={})
+    if error.get("order", FOLLOWED) <= 0 and state != "finished":
         state, ranks_named = error.get("kind", "failed"), re.findall(r"rank (\d+)", f"rank 0: {error['message']}")
         node = nodes[int(ranks_named[-1]) // int(ranks)]
     print(state, node)
 
 
 def run_agent(request):
-    """Runs torchrun, then ends the processes that it has left -> its exit status. A signal becomes a request to stop,
-    as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
+    """Runs torchrun in this process, then ends the processes that it has left -> its exit status. A signal becomes a
+    request to stop, as from `launch.sh stop`. torchrun handles none, because it would report a failure."""
     logs = log_folder(request)
-
+    write_json(logs / "agent.json", {})
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(logs / "agent.stderr.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: (logs.parents[1] / "stop").touch())
     choose_interface(request["node"], request["first"], request["last"])
-    # The first machine's torchrun keeps two connections to each rank.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    prepare_python()  # raises the limit of open files: the first machine's torchrun has two connections to each rank
     # Seconds that ranks have to save when torchrun ends. torch 2.11 has no flag for it.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     if request["slots"] > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // request["slots"])))
-    os.environ[MARK] = f"{logs}/error.json"
-    command = [
-        request["python"],
-        THIS_FILE,
-        "torchrun",
-        str(logs),
-        *(flag.format(**request, logs=logs) for flag in TORCHRUN),
-    ]
-    with open(logs / "agent.stderr.log", "ab") as stderr:
-        child = subprocess.Popen(
-            [*command, f"{ROOT}/train.py", *request["words"]],
-            stdin=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: torchrun ends with us
-        )
-    write_json(logs / "agent.json", {})
-    status = child.wait()
+    flags = [flag.format(**request, logs=logs) for flag in TORCHRUN]
+    status = torchrun(logs, [*flags, f"{ROOT}/train.py", *request["words"]])
     kill_all(logs)
     write_json(logs / "agent.json", {"exit": status})
-    return 1 if status < 0 else status
+    return status
 
 
-def torchrun(logs, *words):
-    """torch.distributed.run in this process. Writes error.json for ranks that were killed."""
+def torchrun(logs, words):
+    """torch.distributed.run in this process -> its exit status. Writes error.json for ranks that were killed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
-        main(list(words))
+        main(words)
+        return 0
     except ChildFailedError as error:
         first = min(failure.timestamp for failure in error.failures.values())
         for rank, failure in error.failures.items():
-            file = next(Path(logs).glob(f"*/attempt_*/{failure.local_rank}")) / "error.json"
+            file = next(logs.glob(f"*/attempt_*/{failure.local_rank}")) / "error.json"
             if not file.exists():
                 code, late = failure.exitcode, failure.timestamp - first > 20
                 # torchrun ends ranks with SIGTERM, later with SIGKILL. NCCL aborts a rank whose peers do not answer.
                 follows = late or code in (-signal.SIGTERM, -signal.SIGABRT)
                 order = FOLLOWED if follows else KILLED
-                who = f"rank {rank} on {Path(logs).parent.name}"
-                write_json(file, {"order": order, "message": describe_end(who, code)})
-        return 1
+                write_json(file, {"order": order, "message": describe_end(f"rank {rank} on {logs.parent.name}", code)})
+    except Exception:
+        traceback.print_exc()
+    return 1
 
 
 def describe_end(who, status):
@@ -323,11 +291,10 @@ def start(request):
     kill_all(logs.parent)
     # The request travels in a file that only its owner can read, and that is removed when it has been read. Its
     # environment must not appear on a command line, in the run folder or in a tmux server.
-    handle, parcel = tempfile.mkstemp(prefix="flatland-")
-    with os.fdopen(handle, "w") as file:
+    with tempfile.NamedTemporaryFile("w", prefix="flatland-", delete=False) as file:
         json.dump(request | {"env": environment(request)}, file)
     # The agent has the mark from its start, because /proc does not show a variable that it sets later.
-    command = ["env", f"{MARK}={logs}/error.json", sys.executable, THIS_FILE, "agent", parcel]
+    command = ["env", f"{MARK}={logs}/error.json", sys.executable, THIS_FILE, "agent", file.name]
     plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT if key in os.environ}
     tmux = ["tmux", "new-session", "-d", "-s", request["session"], *command]
     if not shutil.which("tmux") or subprocess.run(tmux, env=plain, capture_output=True).returncode:
@@ -336,7 +303,7 @@ def start(request):
     end = time.monotonic() + START_LIMIT
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
-            Path(parcel).unlink(missing_ok=True)
+            Path(file.name).unlink(missing_ok=True)
             return {"refused": f"the agent did not start in {START_LIMIT} s"}
         time.sleep(0.05)
     return {}
@@ -353,7 +320,7 @@ def look(request):
         record.setdefault("exit", None)
     if (status := record.get("exit", 0)) != 0:
         what, file = describe_end(f"the run on {request['label']}", status), str(logs / "agent.stderr.log")
-        errors.append({"order": FOLLOWED if status and status > 0 else KILLED, "message": what, "file": file})
+        errors.append({"order": FOLLOWED if status else KILLED, "message": what, "file": file})
     errors = [error | {"tail": tail(error.get("file", ""), 30)} for error in errors if "order" in error]
     return {
         **record,
