@@ -305,11 +305,12 @@ def rope_frequencies(config, device: torch.device, kind: str = "full") -> tuple[
     return ROPES[scaling.kind](frequencies, config), scaling.attention_factor
 
 
-def rope_table(config, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
+def rope_table(config, positions: Tensor, kind: str = "full") -> tuple[Tensor, ...] | None:
     """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T] in layers of
     this kind; None where these do not rotate. Queries and keys are multiplied by them, so that the fourth root of h /
     query_scale in both turns attention's 1 / sqrt(h) into 1 / sqrt(query_scale). attention_scale is 1 /
-    sqrt(query_scale) itself."""
+    sqrt(query_scale) itself. With query_growth (Ministral 3) a third table is the factor of the queries alone, [B or 1,
+    T, 1, 1]."""
     if config.positions != "rope" or "nope" in kind:
         return None
     frequencies, scale = rope_frequencies(config, positions.device, kind)
@@ -317,10 +318,15 @@ def rope_table(config, positions: Tensor, kind: str = "full") -> tuple[Tensor, T
     scale *= (config.head_dim / squared) ** 0.25
     angles = positions.float()[..., None, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    scaling = config.rope_scaling
+    if scaling and scaling.query_growth:
+        contexts = positions[..., None, None] // scaling.original_seq_len
+        table += (1 + scaling.query_growth * contexts.log1p(),)
+    return table
 
 
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x: Tensor, rope: tuple[Tensor, ...]) -> Tensor:
     """Rotates the pairs (x[i], x[i + h/2]) of x [B, T, H, h]: Hugging Face's half-split layout.
 
     At position m, a pair (a, b) of frequency f is rotated by the angle m f:
@@ -334,6 +340,7 @@ def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
     which depends on the distance n - m only, for every pair and for their sum q . k. In the code, `roll` exchanges the
     halves a and b, and `sin` is (-sin, sin)."""
-    cos, sin = rope
+    cos, sin, *factors = rope
     pairs = x.float()
-    return (pairs * cos + pairs.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    pairs = pairs * cos + pairs.roll(x.shape[-1] // 2, -1) * sin
+    return (pairs * factors[0] if factors else pairs).to(x.dtype)

@@ -1,5 +1,5 @@
-"""GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3, Phi-4, Gemma 3,
-Granite and Arcee as one `Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
+"""GPT-2, Llama 2 and 3, Mistral, Ministral 3, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3,
+Phi-4, Gemma 3, Granite and Arcee as one `Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
 
     x = embed(tokens) (+ learned positions)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         self.part = WHOLE  # shard.share_rows sets it
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, offsets: Tensor | None, cache=None
+        self, x: Tensor, rope: tuple[Tensor, ...] | None, mask: Tensor | None, offsets: Tensor | None, cache=None
     ) -> Tensor:
         """x [B, T, D] -> the same. mask, offsets: see attention.attention."""
         B, T, _ = x.shape
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 2)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q, k = apply_rope(q, rope), apply_rope(k, rope[:2])
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is None or T > 1:  # only the first call with a cache has several tokens: nothing is before them

@@ -22,6 +22,7 @@ class RopeScaling:
     truncate: bool = True  # the first and the last stretched frequency are whole numbers
     attention_factor: float = 1.0  # of cosine and sine; in YaRN's paper 0.1 ln(factor) + 1
     in_windows: bool = True  # whether layers with a window are stretched
+    query_growth: float = 0.0  # of queries at position p: times 1 + query_growth ln(1 + floor(p / original_seq_len))
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
@@ -73,12 +74,13 @@ class ModelConfig:
     norm_top_k: bool = True  # the weights of a token's experts add up to 1
     router_aux_loss_coef: float = 0.0  # what load balancing of experts adds to the mean loss; see Transformer.balance
     init_std: float = 0.02
-    family: str = ""  # Hugging Face's model_type if the other fields do not determine it: mistral, ministral, phi3
+    family: str = ""  # Hugging Face's model_type if the other fields do not determine it: mistral, ministral,
+    # ministral3, phi3
 
     @property
     def chat_format(self) -> str:
         """The chat format if neither the tokenizer nor its folder has one: "llama" or "mixtral"."""
-        is_mistral = self.family in ("mistral", "ministral") or (self.n_experts and not self.qk_norm)
+        is_mistral = self.family in ("mistral", "ministral", "ministral3") or (self.n_experts and not self.qk_norm)
         return "mixtral" if is_mistral else "llama"
 
     def kind(self, layer: int) -> str:
@@ -173,6 +175,15 @@ MISTRAL = LLAMA2 | {
     "ffn_dim": 14336,
     "max_seq_len": 32768,
     "family": "mistral",
+}
+MINISTRAL3 = MISTRAL | {
+    "vocab_size": 131072,
+    "head_dim": 128,
+    "max_seq_len": 262144,
+    "n_layers": 34,
+    "rope_theta": 1e6,
+    "rope_scaling": RopeScaling(kind="yarn", factor=16.0, original_seq_len=16384, query_growth=0.1),
+    "family": "ministral3",
 }
 MIXTRAL = LLAMA2 | {
     "n_kv_heads": 8,
@@ -279,6 +290,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "mistral-7b": ModelConfig(**MISTRAL | dict(vocab_size=32768, rope_theta=1e6)),
     "mistral-7b-v0.1": ModelConfig(**MISTRAL, window=4096, layer_kinds=("window",)),
+    "ministral3-8b": ModelConfig(**MINISTRAL3),
     "qwen2.5-0.5b": ModelConfig(
         **QWEN25 | dict(dim=896, n_layers=24, n_heads=14, n_kv_heads=2, ffn_dim=4864, max_seq_len=32768)
     ),
@@ -359,6 +371,11 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "tiny-granite": ModelConfig(
         **TINY, tied=True, embed_scale=2.0, attention_scale=0.125, residual_scale=0.7, logits_divisor=4.0
+    ),
+    "tiny-ministral3": ModelConfig(
+        **TINY,
+        rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=8, query_growth=0.1),
+        family="ministral3",
     ),
     "tiny-arcee": ModelConfig(**TINY, mlp="relu2"),
     "tiny-smollm3": ModelConfig(**TINY, tied=True, layer_kinds=("full", "full nope")),

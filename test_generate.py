@@ -93,6 +93,7 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
 @pytest.mark.parametrize("name", [
     "gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3", "wide-heads", "mistral 0.1", "qwen2 windows", "olmo3",
     "qwen3_moe windows", "smollm3 windows", "phi3", "gemma3", "granite", "arcee",
+    "ministral3",
 ])  # fmt: skip
 def test_greedy_is_transformers_generate(name):
     """Past rope scaling's original context, and past the window."""
@@ -104,7 +105,7 @@ def test_greedy_is_transformers_generate(name):
     assert len(whole.unique()) > 10  # not always the same token
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3.1", "mistral 0.1", "olmo3", "qwen3_moe windows"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3.1", "mistral 0.1", "olmo3", "qwen3_moe windows", "ministral3"])
 def test_texts_of_different_lengths_share_a_batch(name):
     """Each is as if it were alone, past the window, and after others have ended. Greedy text is also transformers'."""
     ours, theirs = make_pair(name)

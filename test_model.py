@@ -65,6 +65,10 @@ FAMILY = {
     "granite": replace(
         BASE, n_kv_heads=2, embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logits_divisor=1.7
     ),
+    "ministral3": replace(
+        BASE, n_kv_heads=2, head_dim=24, family="ministral3",
+        rope_scaling=replace(YARN, original_seq_len=20, in_windows=True, query_growth=0.3),
+    ),
     "arcee": replace(
         BASE, n_kv_heads=2, head_dim=24, mlp="relu2", mlp_bias=True, rope_scaling=replace(YARN, in_windows=True)
     ),
@@ -309,7 +313,7 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, chunk_bytes, head_rows, d
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name, dtype", [("gpt2", torch.float32), ("llama3", torch.float32), ("llama3", torch.bfloat16),
-                                         ("mixtral", torch.float32)])  # fmt: skip
+                                         ("mixtral", torch.float32), ("ministral3", torch.float32)])  # fmt: skip
 def test_documents_do_not_see_each_other(monkeypatch, name, dtype, backend):
     """Another document's tokens change no bit of the logits (experts: rounding, for rows are grouped differently), and
     packed or alone, a document has the same logits and losses."""

@@ -110,7 +110,7 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(base):
     assert all(torch.equal(grads[0][name], grads[1][name]) and grads[0][name].any() for name in grads[0])
 
 
-@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-granite", "tiny-arcee"])
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-granite", "tiny-arcee", "tiny-ministral3"])
 def test_a_quantized_model_with_adapters_has_transformers_logits(tmp_path, name):
     """Of the dequantized weights with merged adapters, beyond two windows."""
     shape = replace(MODELS[name], ffn_dim=192)

@@ -127,6 +127,48 @@ ROPE = (
     "original_max_position_embeddings",
     "partial_rotary_factor",
 )
+YARN_KEYS = {
+    "factor": "factor",
+    "original_seq_len": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+}
+# rope_type: RopeScaling's fields and their keys in config.json.
+ROPE_KEYS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_seq_len": "original_max_position_embeddings",
+    },
+    "yarn": YARN_KEYS,
+}
+MINISTRAL3_ROPE_KEYS = {
+    "yarn": YARN_KEYS | {
+        "query_growth": "llama_4_scaling_beta",
+    },
+}  # fmt: skip
+# What stands for an attention_factor of 1, which is the quotient of two numbers that these multiply.
+NO_ATTENTION_FACTOR = {
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# Keys of models with pictures, whose text part is read.
+PICTURE_KEYS = (
+    "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id", "image_token_index",
+    "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
+    "vision_config", "vision_feature_layer",
+)  # fmt: skip
+# Their model_type: that of the text part, if text_config has none.
+TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+}
 
 
 class Family(NamedTuple):
@@ -134,7 +176,7 @@ class Family(NamedTuple):
     if it is not ModelConfig's default. defaults: transformers' values of absent keys, where ModelConfig has another
     default, and of keys that MEANS_OURS limits. names: of the tensors. keys: of config.json, by ModelConfig's field.
     others: keys that are read in other ways, or that transformers' model never reads. windows: the layers with a window
-    if there are any and layer_types is absent; repeated. scales: whether transformers implements rope_scaling.
+    if there are any and layer_types is absent; repeated. rope_keys: the implemented rope_types; see ROPE_KEYS.
     aliases: other names of keys. two_ropes: layers with a window have their own rope_parameters. means: rows of
     MEANS_OURS that differ in the family."""
 
@@ -145,7 +187,7 @@ class Family(NamedTuple):
     keys: dict = LLAMA_KEYS
     others: tuple = ROPE
     windows: tuple = ()
-    scales: bool = True
+    rope_keys: dict = ROPE_KEYS
     aliases: dict = {}
     two_ropes: bool = False
     means: dict = {}
@@ -167,7 +209,18 @@ FAMILIES = {
             "sliding_window": 4096,
         },
         windows=(SLIDING,),
-        others=(*ROPE, "sliding_window"),
+        others=(*ROPE, "sliding_window", *PICTURE_KEYS),
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        {"family": "ministral3"},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128,
+            "sliding_window": None,
+        },
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window", *PICTURE_KEYS),
+        rope_keys=MINISTRAL3_ROPE_KEYS,
     ),
     "ministral": Family(
         "MinistralForCausalLM",
@@ -257,10 +310,7 @@ FAMILIES = {
         BIAS_KEYS | {"query_scale": "query_pre_attn_scalar"},
         windows=(SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL),
         others=(
-            *ROPE, "sliding_window", "rope_local_base_freq", "hidden_act",
-            # of models with pictures, whose text part is read
-            "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
-            "image_token_index", "mm_tokens_per_image", "text_config", "vision_config",
+            *ROPE, "sliding_window", "rope_local_base_freq", "hidden_act", *PICTURE_KEYS,
         ),
         two_ropes=True,
     ),
@@ -282,7 +332,7 @@ FAMILIES = {
         {"hidden_act": "silu", "max_position_embeddings": 4096, "sliding_window": None},
         PHI3_TENSORS,
         windows=(SLIDING,),
-        scales=False,
+        rope_keys={"default": {}},
         others=(*ROPE, "sliding_window"),
     ),
     "granite": Family(
@@ -314,7 +364,6 @@ FAMILIES = {
         },
         GPT2_TENSORS,
         GPT2_KEYS,
-        scales=False,
         others=(),
     ),
 }  # fmt: skip
@@ -322,25 +371,6 @@ FAMILIES = {
 LACKING = {
     "gpt_oss": " (its attention sinks are not implemented)",
     "gemma2": " (attn_logit_softcapping and final_logit_softcapping, its soft caps, are not implemented)",
-}
-# rope_type: RopeScaling's fields and their keys in config.json.
-ROPE_KEYS = {
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_seq_len": "original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_seq_len": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "attention_factor": "attention_factor",
-    },
 }
 OPTIONAL_IN_YARN = {
     "beta_fast",
@@ -373,7 +403,7 @@ MEANS_OURS = {
     "mlp_bias": (False, None),
     "mlp_only_layers": ([], None),
     "mscale": (None, 1),
-    "mscale_all_dim": (None, 0),
+    "mscale_all_dim": (None, 0, 1),
     "norm_topk_prob": (True,),
     "partial_rotary_factor": (1, None),
     "residual_multiplier": (1, None),
@@ -474,8 +504,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read(given):
-    if given.get("model_type") == "gemma3":
-        given = given | {"model_type": "gemma3_text"} | given["text_config"]
+    if text_part := TEXT_PARTS.get(str(given.get("model_type"))):
+        given = given | {"model_type": text_part} | given["text_config"]
     kind, shape = given.get("model_type"), {}
     if str(kind) not in FAMILIES:
         why = LACKING.get(str(kind), "")
@@ -541,17 +571,17 @@ def _read_rope(given, row):
         near = plain | {"rope_theta": local or plain["rope_theta"]} | new.get(SLIDING, {})
     is_near = near in (rope, plain | {"rope_theta": (near if local else rope)["rope_theta"]})
     kind, scaling = rope.get("type") or rope["rope_type"], None
-    is_known = kind == "default" or row.scales and str(kind) in ROPE_KEYS
-    if not (is_near and is_known):
+    if not (is_near and str(kind) in row.rope_keys):
         raise ValueError(f"rope_parameters of type {kind} are not implemented: {new or old!r:.99}")
-    _refuse_keys(rope, READ_IN_ROPE)
+    _refuse_keys(rope, READ_IN_ROPE.union(row.rope_keys[kind].values()))
     if kind != "default":
         numbers = {}
-        for field, key in ROPE_KEYS[kind].items():
+        for field, key in row.rope_keys[kind].items():
             default = getattr(RopeScaling, field) if field in OPTIONAL_IN_YARN else MISSING
             numbers[field] = _read_field(rope, key, bool if field == "truncate" else float, default)
         if kind == "yarn" and rope.get("attention_factor") is None:
-            numbers["attention_factor"] = 0.1 * math.log(max(numbers["factor"], 1.0)) + 1.0
+            is_one = NO_ATTENTION_FACTOR.items() <= rope.items()
+            numbers["attention_factor"] = 1.0 if is_one else 0.1 * math.log(max(numbers["factor"], 1.0)) + 1.0
         scaling = RopeScaling(kind=kind, **numbers, in_windows=near == rope)
     theta = _read_field(near, "rope_theta", float) if local else 0.0
     return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling, "window_rope_theta": theta}
@@ -598,7 +628,9 @@ def _write(config, kind):
     scaling, out["rope_theta"] = config.rope_scaling, config.rope_theta
     plain = rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if scaling:
-        numbers = {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
+        numbers = {key: getattr(scaling, field) for field, key in row.rope_keys.get(scaling.kind, {}).items()}
+        if numbers.get("attention_factor") == 1:
+            numbers |= NO_ATTENTION_FACTOR  # which llama.cpp reads instead
         out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
         rope = plain | out["rope_scaling"]
     if row.two_ropes:

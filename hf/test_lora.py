@@ -29,7 +29,7 @@ CASES = [
     ("tiny-llama", "q,k,v,o,gate,up,down"), ("tiny-llama", "k,up"), ("tiny-llama3.2", "gate,o"),
     ("tiny-qwen2.5", "k,v,down"), ("tiny-mixtral", "q,k,v,o"), ("tiny-phi3", "qkv,gate_up,down"),
     ("tiny-olmo3", "k,down"), ("tiny-qwen3-moe", "k,o"), ("tiny-gemma3", "q,k,v,o,gate,down"),
-    ("tiny-granite", "q,k,v,o,gate,up,down"), ("tiny-arcee", "k,up,down"),
+    ("tiny-granite", "q,k,v,o,gate,up,down"), ("tiny-arcee", "k,up,down"), ("tiny-ministral3", "q,up"),
 ]  # fmt: skip
 TOKENS = torch.randint(0, 258, (3, 24), generator=torch.Generator().manual_seed(0))
 

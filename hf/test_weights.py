@@ -224,19 +224,28 @@ def test_shape_without_a_family(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+PICTURES = {  # the family of the text part: the class of the whole, and more of its configuration
+    "gemma3": ("Gemma3", {"mm_tokens_per_image": 4}),
+    "ministral3": ("Mistral3", {"tie_word_embeddings": False}),
+    "mistral 0.1": ("Mistral3", {"tie_word_embeddings": False}),
+}
+
+
 @pytest.mark.parametrize("older", [True, False])
-def test_a_model_for_pictures_is_its_text_part(tmp_path, caplog, older):
-    """Both ways of naming; the log names the other part once. What we train and export is Gemma3ForCausalLM."""
-    text = config_json(FAMILY["gemma3"], "float32")
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_model_for_pictures_is_its_text_part(tmp_path, caplog, name, older):
+    """Both ways of naming; the log names the other part once. What we train and export is the text part's class."""
+    text, (kind, others) = config_json(FAMILY[name], "float32"), PICTURES[name]
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    theirs, folder = scramble(transformers.Gemma3ForConditionalGeneration(config)), tmp_path / "theirs"
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **others)
+    theirs, folder = scramble(getattr(transformers, f"{kind}ForConditionalGeneration")(config)), tmp_path / "theirs"
     theirs.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     if not older:
-        tensors = {("model." + n).replace("model.model.", "model.").replace("language_model.model", "language_model"): t
-                   for n, t in tensors.items()}  # fmt: skip
+        moved = ("", "model."), ("model.language_model.lm_head", "lm_head"), ("language_model.model", "language_model")
+        for old, new in moved:
+            tensors = {n.replace(old, new, 1): t for n, t in tensors.items()}
     assert ("language_model.model.norm.weight" in tensors) == older != ("model.language_model.norm.weight" in tensors)
     save_file(tensors, folder / "model.safetensors")
     with caplog.at_level("INFO", "flatland"):
@@ -246,7 +255,7 @@ def test_a_model_for_pictures_is_its_text_part(tmp_path, caplog, older):
     assert error(ours.logits(TOKENS), expected) < 1e-5
     export_model(ours, tmp_path / "text")
     loaded, info = load_theirs(tmp_path / "text", torch.float32)
-    assert type(loaded).__name__ == "Gemma3ForCausalLM" and not any(info.values())
+    assert type(loaded).__name__ == text["architectures"][0] and not any(info.values())
     assert error(loaded(TOKENS).logits, expected) < 1e-5
 
 
@@ -376,13 +385,27 @@ def with_pictures(sizes: str, **others) -> dict:
 
 
 MINISTRAL_FACTS = MISTRAL_FACTS | {"model_type": "ministral", "head_dim": 128, "sliding_window": 8, "layer_types": None}
+MINISTRAL3_FACTS = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
+    "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+    "text_config": facts({
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02,
+        "model_type": "ministral3", "rms_norm_eps": 1e-05, "sliding_window": None, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+            "rope_type": "yarn", "type": "yarn",
+        },
+    }, "4096 14336 34 32 8 131072 262144"),
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}, "vision_feature_layer": -1,
+}  # fmt: skip
 PUBLISHED = {
     "mistral-7b-v0.1": MISTRAL_FACTS | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
     "qwen3-30b-a3b": QWEN3_MOE_FACTS, "olmo2-7b": OLMO2_FACTS, "olmo3-7b": OLMO3_FACTS, "smollm3-3b": SMOLLM3_FACTS,
     "gemma3-1b": GEMMA3_FACTS, "gemma3-4b": with_pictures("2560 10240 34"),
     "gemma3-12b": with_pictures("3840 15360 48 16 8"),
     "gemma3-27b": with_pictures("5376 21504 62 32 16", head_dim=128, query_pre_attn_scalar=168),
-    "phi-4": PHI4_FACTS, "granite3.3-8b": GRANITE_FACTS,
+    "phi-4": PHI4_FACTS, "ministral3-8b": MINISTRAL3_FACTS, "granite3.3-8b": GRANITE_FACTS,
     "llama2-7b": LLAMA2_FACTS, "llama3-8b": LLAMA3_FACTS, "llama3.1-8b": LLAMA31_FACTS,
     "mixtral-8x7b": MIXTRAL_FACTS, "mistral-7b": MISTRAL_FACTS, "qwen3-4b": QWEN3_FACTS, "gpt2": GPT2_FACTS,
     "gpt2-large": GPT2_FACTS | {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0},
@@ -435,6 +458,7 @@ BASE = {
     "qwen2": QWEN25_FACTS, "qwen3": QWEN3_FACTS, "qwen3_moe": QWEN3_MOE_FACTS, "olmo2": OLMO2_FACTS,
     "olmo3": OLMO3_FACTS, "smollm3": SMOLLM3_FACTS, "phi3": PHI4_FACTS, "ministral": MINISTRAL_FACTS,
     "gemma3_text": GEMMA3_FACTS, "gemma3": PUBLISHED["gemma3-4b"], "granite": GRANITE_FACTS,
+    "ministral3": MINISTRAL3_FACTS["text_config"], "mistral3": MINISTRAL3_FACTS,
     "arcee": LLAMA31_FACTS | {"model_type": "arcee", "hidden_act": "relu2"},
 }  # fmt: skip
 SAME = [  # a family, harmless changes
@@ -459,7 +483,7 @@ SAME = [  # a family, harmless changes
     ("gemma3_text", {"vision_config": {"x": 1}, "hidden_activation": "gelu_new", "hidden_act": "silu"}),
     ("gemma3_text", {"layer_types": [*([*["sliding_attention"] * 5, "full_attention"] * 5)[:26]]}),
     ("gemma3", {"vision_config": None, "image_token_id": 5}), ("granite", {"embedding_multiplier": 12}),
-    ("arcee", {"hidden_act": ...}),
+    ("arcee", {"hidden_act": ...}), ("mistral3", {"quantization_config": None, "image_token_id": 5}),
 ]  # fmt: skip
 
 
@@ -472,9 +496,11 @@ def test_harmless_fields(tmp_path, kind, changes):
 MIXED = ["sliding_attention", "full_attention"] * 12
 SHORT = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 SHORT = dict.fromkeys(BASE, SHORT) | {"gpt2": ("vocab_size", "n_embd", "n_layer", "n_head"), "qwen3_moe": SHORT[:-1]}
-SHORT |= {"gemma3_text": SHORT["llama"][1:3] + SHORT["llama"][4:], "gemma3": ()}
+SHORT |= {"gemma3_text": SHORT["llama"][1:3] + SHORT["llama"][4:], "gemma3": (), "mistral3": ()}
 THEIRS = {
     "gemma3": {"text_config": PUBLISHED["gemma3-4b"]["text_config"]},
+    "mistral3": {"text_config": MINISTRAL3_FACTS["text_config"]},
+    "ministral3": {"rope_parameters": MINISTRAL3_FACTS["text_config"]["rope_parameters"]},
     "qwen2": {"hidden_size": 4096, "num_attention_heads": 32},
     "ministral": {"head_dim": 128},
 }
@@ -517,6 +543,10 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     ("phi3", scaling(rope_type="yarn", original_max_position_embeddings=...), "rope_parameters of type yarn are not"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "config.json: list index"),
     ("llama", scaling(llama_4_scaling_beta=0.1), "llama_4_scaling_beta is 0.1"),
+    ("ministral3", {"rope_parameters": ...}, "rope_parameters of type default are not implemented"),
+    ("ministral3", {"rope_parameters": YARN}, "llama_4_scaling_beta is None, expected a positive number"),
+    ("mistral3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+    ("mistral3", {"text_config": LLAMA3_FACTS | {"model_type": "mistral4"}}, "'mistral4' is not supported"),
     ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "mscale": 0.7}}, "mscale is 0.7"),
     ("olmo3", {"rope_parameters": NEAR}, "rope_parameters of type .* are not implemented: "),
     ("gemma3_text", {"rope_parameters": SCALED}, "rope_parameters of type .* are not implemented: "),
