@@ -26,12 +26,31 @@ import node
 from base.disk import ROOT
 from base.errors import Parser, UserError, printable, within
 from config import DEFAULT
-from node import digest, last_line, own_files
+from node import digest, last_line
 from settings import SETTINGS
 
 HOST = re.compile(r"([^\s,-][^\s,]*)(?:\s+slots=([1-9]\d*))?")
 PATIENCE = 1800  # seconds for a host to read data and weights
 INSTALLED = ".venv/flatland-run"  # the list of the packages in .venv, see env.sh
+OWN_FILES = [
+    "*.py",
+    "*.sh",
+    "*.sbatch",
+    "*.toml",
+    "requirements.txt",
+    "recipes/*.args",
+    "base/*.py",
+    "hf/*.py",
+    "dataset/*.py",
+    "job/*.py",
+    "hf/templates/*.jinja",
+    "launch/*.py",
+    "launch/*.sh",
+    "bench/*.py",
+    "bench/golden/*",
+]
+# The project's own files: code, scripts and recipes; not `hosts`, which does not affect a run.
+CODE = sorted(str(path.relative_to(ROOT)) for pattern in OWN_FILES for path in ROOT.glob(pattern))
 
 
 @dataclass
@@ -141,7 +160,7 @@ def read_hosts(listed: str | None) -> list[Host]:
 def survey(hosts: list[Host], job: dict) -> None:
     """Examines all hosts at once and settles their addresses, GPUs and ranks, and the command of train.py's own check.
     UserError with all problems."""
-    files = [*own_files(), INSTALLED]
+    files = [*CODE, INSTALLED]
     problems, here = ask(hosts, job, "probe", 60, files=files), digest(files)
     problems += [f"{h.label}: other code or packages than here" for h in hosts if h.last.get("digest", here) != here]
     if problems:
@@ -180,7 +199,7 @@ def verb_sync(words: list[str]) -> int:
     """Copies the code to the same path on all hosts, and .venv where its list of packages differs."""
     Parser({"--hosts": {}}, add_help=False).parse_args(words)
     hosts, job = read_job(words)
-    root, names, failed = shlex.quote(str(ROOT)), shlex.join(own_files()), 0
+    root, names, failed = shlex.quote(str(ROOT)), shlex.join(CODE), 0
     for host in (host for host in hosts if not host.local):
         installed = host.call(job, "probe", 60, files=[INSTALLED], cwd="/").get("digest")
         venv = "" if installed == digest([INSTALLED]) else ".venv"

@@ -52,23 +52,6 @@ PLAIN_ENVIRONMENT = [
     "USER",
     "XDG_RUNTIME_DIR",
 ]
-OWN_FILES = [
-    "*.py",
-    "*.sh",
-    "*.sbatch",
-    "*.toml",
-    "requirements.txt",
-    "recipes/*.args",
-    "base/*.py",
-    "hf/*.py",
-    "dataset/*.py",
-    "job/*.py",
-    "hf/templates/*.jinja",
-    "launch/*.py",
-    "launch/*.sh",
-    "bench/*.py",
-    "bench/golden/*",
-]
 TORCHRUN = [  # its flags, with the fields of a request
     "--nnodes={nodes}",
     "--node-rank={node}",
@@ -221,11 +204,6 @@ def describe_end(who, status):
 
 
 # ---- operations: each takes the request and returns the answer
-
-
-def own_files():
-    """The project's own files: code, scripts and recipes; not `hosts`, which does not affect a run."""
-    return sorted(str(path.relative_to(ROOT)) for pattern in OWN_FILES for path in ROOT.glob(pattern))
 
 
 def digest(names):
