@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from base.disk import plural, read_ahead, read_object, sample_digest
+from base.disk import read_ahead, read_object, sample_digest
 from base.errors import Parser, UserError, naming, prepare_python, run_script
 from config import Config, check_values, choose_lanes, from_json, parse_args, row_groups, split_batch
 from dataset.prepare import main as run_text_command
@@ -146,15 +146,15 @@ class Loader:
         """Samples of all --epochs; 0: no end."""
         return math.ceil(self.config.epochs * self.epoch_rows)
 
-    def summary(self, val: "Loader | None") -> list[str]:
+    def summary(self) -> list[str]:
         """Lines for the head of the log."""
-        c = self.config
-        tokens = [sum(s.tokens for s in loader.sources) for loader in (self, val) if loader]
-        sizes = f"{' and, for validation, '.join(map(str, tokens))} tokens{' and a stream' * bool(self.streams)}"
-        lines = [f"Data: {sizes}; {plural(c.steps, 'step')} of {c.batch_tokens} tokens"]
+        c, tokens = self.config, sum(s.tokens for s in self.sources)
+        line = (
+            f"Data: {tokens} tokens{' and a stream' * bool(self.streams)}; {c.steps} steps of {c.batch_tokens} tokens"
+        )
         if len(self.sources) == 1 and self.epoch_rows:
-            lines[0] += f" are {c.epochs or c.steps * self.step_rows / self.epoch_rows:.2f} epochs"
-        return lines + [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
+            line += f" are {c.epochs or c.steps * self.step_rows / self.epoch_rows:.2f} epochs"
+        return [line, *(f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note)]
 
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
@@ -201,12 +201,17 @@ class Loader:
         return int(counts[: len(sizes)] @ sizes), int(counts.sum())
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        if self.split == "val":
-            yield from self._validation_steps()
+        if self.split == "train":
+            steps = read_ahead(self._training_steps(), 1)
+            for micro_batches, self.position in steps:
+                yield micro_batches
             return
-        for micro_batches, position in read_ahead(self._training_steps(), 1):
-            self.position = position
-            yield micro_batches
+        steps = (self._micro_batches(*rows) for rows in self._validation_order())
+        if self.streams:  # they are read once, and their rows kept
+            self.kept_steps = steps = self.kept_steps or list(steps)
+            for stream in self.streams.values():
+                stream.start({})
+        yield from steps
 
     def _training_steps(self) -> Iterator[tuple]:
         """(micro-batches, the position after them) without end."""
@@ -222,18 +227,8 @@ class Loader:
                 samples, lanes = stop, {i: dict(s.positions) for i, s in self.streams.items()}
                 yield micro_batches, {"samples": samples, "lanes": lanes}
         finally:
-            self._close()
-
-    def _validation_steps(self) -> Iterator[list[Batch]]:
-        steps = (self._micro_batches(*rows) for rows in self._validation_order())
-        if self.streams:  # they are read once, and their rows kept
-            self.kept_steps = steps = self.kept_steps or list(steps)
-            self._close()
-        yield from steps
-
-    def _close(self) -> None:
-        for stream in self.streams.values():
-            stream.close()
+            for stream in self.streams.values():
+                stream.start({})
 
     def _rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> (source, row in the source) of each sample."""
@@ -243,10 +238,8 @@ class Loader:
                 epochs, in_epoch = np.divmod(row, s.count)
                 for epoch in np.unique(epochs[source == i]):
                     now = (source == i) & (epochs == epoch)
-                    key = f"{self.config.seed}/{epoch}"
-                    if i:  # the first source has the order that it has alone
-                        key += f"/{i}"
-                    row[now] = permute(in_epoch[now], s.count, key)
+                    key = f"/{i}" * (i > 0)  # the first source has the order that it has alone
+                    row[now] = permute(in_epoch[now], s.count, f"{self.config.seed}/{epoch}{key}")
         return source, row
 
     def _validation_order(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -277,13 +270,13 @@ class Loader:
         that are not trained on."""
         starts = np.arange(0, len(row), self.micro_batch * self.row_groups) + self.my_group * self.micro_batch
         mine = (starts[:, None] + np.arange(self.micro_batch)).ravel()
-        real = mine < len(row)
-        mine = np.where(real, mine, 0)
-        tokens, targets, begins = self._read(np.where(real, source[mine], -1), row[mine])
-        arrays, out = [tokens[:, self.columns], targets[:, self.columns], begins, source[mine]], []
-        if self.pair_begins[-1]:
-            arrays += self._pairs_of(np.where(real, source[mine], -1), row[mine])
-        split = (torch.from_numpy(array).split(self.micro_batch) for array in arrays)
+        is_filled = mine >= len(row)
+        mine[is_filled] = 0
+        source, row = source[mine], row[mine]
+        real = np.where(is_filled, -1, source)
+        tokens, targets, begins = self._read(real, row)
+        arrays = tokens[:, self.columns], targets[:, self.columns], begins, source, *self._pairs_of(real, row)
+        split, out = (torch.from_numpy(array).split(self.micro_batch) for array in arrays), []
         for tokens, targets, begins, source, *pairs in zip(*split, strict=True):
             positions = documents = None
             if self.separate:
@@ -296,11 +289,14 @@ class Loader:
         return out
 
     def _pairs_of(self, source: np.ndarray, row: np.ndarray) -> list[np.ndarray]:
-        """-> (the numbers of the pairs of each row [n, P], log p of their reference [n, P, 2]). source -1: none"""
-        pairs = np.full((len(row), max(s.pairs.shape[1] for s in self.sources)), -1)
-        for i, s in enumerate(self.sources):
-            numbers = s.pairs[row[source == i]]
-            pairs[source == i, : numbers.shape[1]] = np.where(numbers >= 0, numbers + self.pair_begins[i], -1)
+        """-> [the numbers of the pairs of each row [n, P], log p of their reference [n, P, 2]]; [] without --dpo. A
+        source of -1 has none."""
+        if not self.pair_begins[-1]:
+            return []
+        pairs = np.full((len(row), max(s.most for s in self.sources)), -1)
+        for places, i, at in zip(pairs, source, row, strict=True):
+            numbers = self.sources[i].contents[at] if i >= 0 else []
+            places[: len(numbers)] = numbers + self.pair_begins[i]
         reference = np.zeros((*pairs.shape, 2), np.float32)
         if self.reference is not None:
             reference[pairs >= 0] = self.reference[pairs[pairs >= 0]]
@@ -374,13 +370,9 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
 def show(loader: Loader, step: int, n: int) -> Iterator[str]:
     """Up to n rows from a step on as the model sees them, decoded, document by document. Trained tokens are marked. A
     stream is read from its start."""
-    tokenizer, first = load_tokenizer(loader.config.tokenizer), (step - 1) * loader.step_rows
-    if not loader.streams:
-        loader.position["samples"] = first
-    steps = iter(loader)
-    while loader.position["samples"] < first:
-        next(steps)
-    rows = ((batch, i) for batches in steps for batch in batches for i in range(len(batch.tokens)))
+    tokenizer = load_tokenizer(loader.config.tokenizer)
+    loader.position["samples"] = (step - 1) * loader.step_rows
+    rows = ((batch, i) for batches in loader for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
         out = [f"--- row {number}"]
@@ -405,7 +397,7 @@ def main(argv: list[str]) -> None:
     if args.run and words:
         raise UserError(f"show --run takes no {words[0]}: the run has its flags")
     loader = make_loader(from_json(read_object(args.run / "flags.json")) if args.run else parse_args(words))
-    rows = args.n or (loader.step_rows if args.step else min(3, loader.epoch_rows or 3))
+    rows = args.n or (loader.step_rows if args.step else 3)
     for text in show(loader, args.step or 1, rows):
         print(text, flush=True)
 

@@ -156,7 +156,7 @@ class Log(AbstractContextManager):
         lines = [
             f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"
             f" compile {config.compile}, attention {attention}",
-            *data.summary(val_data),
+            *data.summary(),
             f"mfu counts causal attention; its peak per device is {self.peak_source}",
             f"Training from step {self.last[0] + 1} to {config.steps}",
         ]

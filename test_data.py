@@ -273,7 +273,7 @@ def test_epochs_give_the_number_of_steps(tmp_path):
         rows = [[t[0].item() // T for s in steps for b in s[k] for t in b.targets if t[0] >= 0] for k in range(8)]
         assert [len(step) for step in rows] == [10] * 7 + [4] and {len(s[7]) for s in steps} == {-(-4 // world_size)}
         assert sorted(sum(rows, [])) == sorted([*range(37)] * 2)
-    assert "are 2.00 epochs" in make_loader(replace(c, steps=8)).summary(None)[0]
+    assert "are 2.00 epochs" in make_loader(replace(c, steps=8)).summary()[0]
     more, state = make_loader(replace(c, epochs=3)), loaders[0].state_dict()
     for position in (state, state | {"samples": 80, "end": 74}):  # the latter as version 0.3 wrote it
         more.load_state_dict(position)

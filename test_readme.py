@@ -482,7 +482,7 @@ def test_recipes_run_on_one_or_two_processes(tmp_path, run_commands):
             assert "python download.py" in head
             env = json.loads((run / "env.json").read_text())
             assert env["attention"].endswith(", boolean mask") == (recipe in CHATS) and env["data"]["val"]
-            assert recipe not in CHATS or "conversations, 0 truncated" in log
+            assert recipe not in CHATS or "tokens of answers, 0 truncated" in log
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

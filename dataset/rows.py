@@ -16,6 +16,7 @@ processes tokenise."""
 
 import functools
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ from base.disk import plural, read_ahead, retry
 from base.errors import UserError
 from config import SHARD, Config, split_weight, text_fields
 from dataset import prepare
-from dataset.files import VAL_EVERY, TextFile, builtin_file
+from dataset.files import BUILTIN, VAL_EVERY, TextFile
 from dataset.prepare import (
     ID,
     TRAINED,
@@ -151,7 +152,8 @@ def _find(entries, flag, config):
             next(prepare.encode(jobs, Encoder.of(config), pool, 0, report), None)
         if report["kind"] == "text":
             return Listing(files)
-    return _open(files or [builtin_file()], flag, config)
+    version = f"{platform.python_version()} {importlib.metadata.version('torch')}"
+    return _open(files or [TextFile(BUILTIN, 0, version)], flag, config)
 
 
 def open_cached(found: dict[str, list[Listing]], config: Config) -> None:
@@ -219,7 +221,8 @@ def open_source(listing: Listing, split: str, config: Config):
         return Stream(listing.files, config)
     shards = listing.shards["train"] + listing.shards["val"] if config.val_data else listing.shards[split]
     delimiter = listing.delimiter if config.delimiter < 0 else config.delimiter
-    return KINDS[listing.kind](shards, delimiter, config)
+    kind = ShardRows if listing.kind == "text" else ChatRows
+    return kind(shards, delimiter, config)
 
 
 # Opening a file of a network for each conversation would take longer than a step.
@@ -287,50 +290,58 @@ class ShardRows:
 
 
 class ChatRows(ShardRows):
-    """Conversations packed into rows. One of n tokens takes n - 1 places: its last token is only ever a target."""
+    """Conversations packed into rows. One of n tokens takes n - 1 places: its last token is only ever a target. The
+    units of packing are conversations or, with --dpo, pairs: the chosen answer's conversation, and the rejected one's
+    behind it. A pair is not cut, because a cut answer could turn the preference around."""
 
     id_bits, is_chat = ID, True
 
-    def _documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> (the first token of each conversation, the places that it takes). Counts the trained tokens."""
-        starts, self.trained = [np.zeros(0, np.int64)], 0
+    def _arrange(self):
+        """Sets starts and lengths (the first token of each conversation, and its places), and packs the units."""
+        config, T = self.config, self.config.seq_len
+        starts, trained = [np.zeros(0, np.int64)], 0
         for begin, end in itertools.pairwise(self.bounds):
             tokens = self.read(begin, end)
             starts.append(begin + np.flatnonzero(tokens >= prepare.BEGINS))
-            self.trained += np.count_nonzero(tokens & TRAINED)
+            trained += np.count_nonzero(tokens & TRAINED)
         starts = np.concatenate(starts)
-        return starts, np.diff(np.append(starts, self.tokens)) - 1
+        lengths = np.diff(np.append(starts, self.tokens)) - 1
+        unit, self.per_unit = ("conversation", 1) if config.dpo == "none" else ("pair", 2)
+        sizes = lengths.reshape(-1, self.per_unit).sum(1)
+        is_long = sizes > T
+        kept = ~is_long
+        if unit == "conversation" and config.long_chats == "truncate":
+            for i in np.flatnonzero(is_long):  # the first T tokens may contain none that is trained on
+                kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
+        is_kept = kept.repeat(self.per_unit)
+        self.pair_count = int(kept.sum()) * (unit == "pair")
+        self.starts, self.lengths = starts[is_kept], np.minimum(lengths, T)[is_kept]
+        self.note = f"{plural(len(sizes), unit)} with {trained} tokens of answers"
+        self.note += f", {(is_long & kept).sum()} truncated to --seq_len {T} and {(~kept).sum()} dropped"
+        if is_long.any():
+            enough = int(np.quantile(sizes, 0.99, method="higher"))
+            self.note += f"; --seq_len {enough} keeps 99 % of them whole"
+        self._pack(np.minimum(sizes, T)[kept])
+        if (~kept).sum() > len(kept) / 100:
+            prepare.log.warning(f"{self.note}: give a larger --seq_len")
 
-    def _pack(self, lengths: np.ndarray, dropped: int, note: str) -> list[np.ndarray]:
-        """Packs units of these lengths -> the units of each row. dropped: further units, which the note explains."""
-        if not len(lengths):
-            raise NoRows(f"{note}: a larger --seq_len")
-        if dropped > (len(lengths) + dropped) / 100:
-            prepare.log.warning(f"{note}: give a larger --seq_len")
-        order = permute(np.arange(len(lengths)), len(lengths), f"{self.config.seed}/pack")
-        row = pack(lengths[order], self.config.seq_len)
-        self.count = int(row.max()) + 1
-        self.note = f"{note}, in {plural(self.count, 'row')}"
-        return np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
-
-    def _arrange(self):
-        config, T = self.config, self.config.seq_len
-        starts, lengths = self._documents()
-        is_long = lengths > T
-        kept = ~is_long | (config.long_chats != "drop")
-        for i in np.flatnonzero(is_long & kept):  # the first T tokens may contain none that is trained on
-            kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
-        self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
-        dropped = (~kept).sum()
-        cut = f"{(is_long & kept).sum()} truncated to --seq_len {T} and {dropped} dropped"
-        self.contents = self._pack(self.lengths, dropped, f"{plural(len(kept), 'conversation')}, {cut}")
+    def _pack(self, sizes: np.ndarray):
+        """Sets contents, the units of each row, and most, the largest number of units in a row."""
+        if not len(sizes):
+            raise NoRows(f"{self.note}: a larger --seq_len")
+        order = permute(np.arange(len(sizes)), len(sizes), f"{self.config.seed}/pack")
+        row = pack(sizes[order], self.config.seq_len)
+        self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
+        self.count, self.most = len(self.contents), max(map(len, self.contents))
+        self.note += f", in {plural(self.count, 'row')}"
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shape = len(index), self.config.seq_len
         tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
         for i, row in enumerate(index):
             at = 0
-            for document in self.contents[row]:
+            units = self.contents[row][:, None] * self.per_unit
+            for document in (units + np.arange(self.per_unit)).ravel():
                 start, n = self.starts[document], self.lengths[document]
                 ids, places = self.read(start, start + n + 1).astype(np.int64), np.s_[i, at : at + n]
                 tokens[places] = ids[:-1] & ID
@@ -339,33 +350,6 @@ class ChatRows(ShardRows):
                 at += n
             begins[i, at : at + 1] = True  # the unused end of a row is a document of its own
         return tokens, targets, begins
-
-
-class PairRows(ChatRows):
-    """Pairs of conversations packed into rows: the chosen one, and the rejected one behind it. A pair is not cut,
-    because a cut answer could turn the preference around.
-
-    pairs: the numbers of each row's pairs, [rows, P]; -1 where a row has fewer."""
-
-    def _arrange(self):
-        T = self.config.seq_len
-        starts, lengths = (x.reshape(-1, 2) for x in self._documents())
-        sizes = lengths.sum(1)
-        kept = sizes <= T
-        self.starts, self.lengths, dropped = starts[kept].ravel(), lengths[kept].ravel(), (~kept).sum()
-        note = f"{plural(len(sizes), 'pair')} with {self.trained} tokens of answers, {dropped} dropped"
-        if dropped:
-            enough = int(np.quantile(sizes, 0.99, method="higher"))
-            note += f" because both answers do not fit into --seq_len {T}; --seq_len {enough} keeps 99 % of them"
-        rows = self._pack(sizes[kept], dropped, note)
-        self.contents = [np.stack((2 * pairs, 2 * pairs + 1), 1).ravel() for pairs in rows]
-        self.pair_count = int(kept.sum())
-        self.pairs = np.full((len(rows), max(map(len, rows))), -1)
-        for row, pairs in zip(self.pairs, rows, strict=True):
-            row[: len(pairs)] = pairs
-
-
-KINDS = {"text": ShardRows, "chat": ChatRows, "pair": PairRows}
 
 
 class Position(NamedTuple):
@@ -412,11 +396,8 @@ class Stream:
         self.about = [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
-        """Goes on from the positions of lanes."""
-        self.close()
+        """Stops reading, and goes on from the positions of lanes."""
         self.positions = {lane: Position(*position) for lane, position in positions.items()}
-
-    def close(self) -> None:
         self.lanes.clear()
         if self.workers:
             self.workers.shutdown(cancel_futures=True)

@@ -426,7 +426,7 @@ def test_rows_are_what_the_template_renders(tmp_path, prepared):
         ids, mask = render_chat(tokenizer, messages, template)
         expected.append((ids[:-1], [i if trained else -100 for i, trained in zip(ids[1:], mask[1:], strict=True)]))
     assert sorted(documents(epoch(loader))[: len(expected)]) == sorted(expected)
-    assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
+    assert "tokens of answers, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary())
 
 
 def test_pack_is_first_fit(monkeypatch):
@@ -449,15 +449,15 @@ def test_too_long_conversations(tmp_path, caplog):
     path = write_chats(tmp_path / "a.jsonl", [talk(("x" * asked, "y" * answered)) for asked, answered in sizes])
     loader = make_loader(chat_config(path))
     note = "1 truncated to --seq_len 64 and 1 dropped"
-    assert f"3 conversations, {note}" in loader.summary(None)[1]
-    assert f"{note}: give a larger --seq_len" in caplog.text
+    assert f"3 conversations with 115 tokens of answers, {note}; --seq_len" in loader.summary()[1]
+    assert "in 2 rows: give a larger --seq_len" in caplog.text
     (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
     assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
     loader = make_loader(chat_config(path, long_chats="drop"))
-    assert "0 truncated to --seq_len 64 and 2 dropped, in 1 row" in loader.summary(None)[1]
+    assert "0 truncated to --seq_len 64 and 2 dropped; " in loader.summary()[1]
     assert documents(epoch(loader))[0] == short
     message = refused(make_loader, chat_config(path), split="val")
-    assert re.search("val split .*: 1 conversation, .* 1 dropped: a larger --seq_len", message)
+    assert re.search("val split .*: 1 conversation .* 1 dropped.*: a larger --seq_len", message)
 
 
 def test_a_mixture_of_kinds(tmp_path):
