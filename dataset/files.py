@@ -14,16 +14,13 @@ import contextlib
 import csv
 import glob
 import gzip
-import importlib.metadata
 import inspect
 import io
 import json
 import logging
 import os
-import platform
 import re
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,19 +44,15 @@ def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]
     """-> (the fsspec file system of an address, None for a path; name, size and version of a file, of the matches of a
     pattern, or of the files in a folder). size: 0 if the listing has none. version: changes with the content; empty if
     the file system tells none."""
-    address, is_local = spec, "://" not in spec
-    if is_local:
-        path = Path(spec).expanduser().absolute()
-        folder = next(parent for parent in (path, *path.parents) if parent.exists())
-        # Names of existing folders above a pattern may hold * ? and [].
-        address = str(path if path == folder else Path(glob.escape(str(folder)), path.relative_to(folder)))
+    is_local = "://" not in spec
+    address = str(Path(spec).expanduser().absolute()) if is_local else spec
     with store_errors(spec):
         store, path = (_open_hub if spec.startswith("hf://") else _open_store)(address, flag)
         info = find_info(store, path)  # a name may hold * ? and []
         if info and info["type"] != "directory":
             infos = [info]
         else:
-            options = {"on_error": _raise_passing} if "file" in store.protocol else {}
+            options = {"on_error": _raise_passing} if is_local else {}
             infos = store.glob(glob.escape(path) + "/*" if info else path, detail=True, **options).values()
     entries = []
     for info in infos:
@@ -79,25 +72,18 @@ def _raise_passing(error: OSError) -> None:
 
 def find_info(store, path: str) -> dict | None:
     """The entry of a file or folder; None if there is none. `store.exists` would take a cut connection for a missing
-    file, and fsspec calls a file missing if a web server does not answer."""
-    try:
+    file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return store.info(path)
-    except (FileNotFoundError, NotADirectoryError) as e:
-        if path.startswith("http") and getattr(e.__cause__, "status", 0) not in (403, 404, 410):
-            raise
-        return None
 
 
 def _open_store(spec, flag):
     from fsspec import url_to_fs
 
-    options = {}
+    if spec.startswith(("http://", "https://")):
+        raise UserError(f"{flag} {spec}: download it first, with `curl -LO`")
     try:
-        if spec.startswith("http"):  # of five minutes for a file, by default
-            from aiohttp import ClientTimeout
-
-            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}
-        return url_to_fs(spec, **options)
+        return url_to_fs(spec)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
         package = getattr(e.__cause__ or e, "name", "")
         install = f": {sys.executable} -m pip install {package}" * bool(package)
@@ -114,20 +100,13 @@ def _open_hub(spec, flag):
     repo, revision, path = address.groups()
     guard_token()
     commit = HfApi().dataset_info(repo, revision=revision or "main").sha
-    store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
-    store.resolve_path(path)  # the store remembers the answer
-    return store, path
+    return HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
 
 
 def open_file(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
     """Opens a path (store: None) or an address for reading, on the hub as one stream if it is read in sequence."""
     if not store:
         return open(name, "rb")
-    if name.startswith("http"):  # the server may give whole files only
-        file = tempfile.TemporaryFile()  # noqa: SIM115
-        store.get_file(name, file)
-        file.seek(0)
-        return file
     raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)
     return io.BufferedReader(raw, BUFFER)  # the readline of some file systems gives nothing
 
@@ -144,11 +123,8 @@ def store_errors(address: str) -> Iterator[None]:
         if is_ours or repo or "://" not in address or isinstance(error, Message):
             raise
         cause = error.__cause__ or error
-        status = getattr(cause, "status", 0)  # of a web server
-        is_refusal = 400 <= status < 500 and status not in (408, 429) or "Credential" in type(error).__name__
-        is_missing = not status and isinstance(error, (FileNotFoundError, PermissionError))
-        kind = UserError if is_refusal or is_missing and not isinstance(error.__cause__, OSError) else Failure
-        raise kind(f"{address}: {cause!r}") from None
+        is_refusal = isinstance(error, (FileNotFoundError, PermissionError)) or "Credential" in type(error).__name__
+        raise (UserError if is_refusal else Failure)(f"{address}: {cause!r}") from None
 
 
 BUILTIN = "built-in.text"  # the name of text that is in no file
@@ -241,17 +217,6 @@ FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (toke
 READERS[kind_of(BUILTIN)] = lambda stream: builtin_documents()
 
 
-def read_rows(stream, kind: str, val_every: int) -> Iterator[TextRow]:
-    """The rows of an open file. Every val_every-th is held out (1: all of them, 0: none), or the end of a document."""
-    if kind == DOCUMENT:
-        yield from _read_document(stream, val_every)
-        return
-    if kind not in READERS:
-        raise UserError("it holds token ids, not text")
-    for number, content in enumerate(READERS[kind](stream), 1):
-        yield TextRow(content, number, val_every > 0 and number % val_every == 0)
-
-
 def _read_document(stream, val_every):
     """Pieces of whole lines, whose \\r are kept. The last 1/val_every is held out, unless the file has no known end."""
     parts = [(sys.maxsize, val_every == 1)]  # (where it ends, is it held out)
@@ -322,6 +287,8 @@ class TextFile(NamedTuple):
     def _rows(self, first, val_every):
         """The rows, until an error."""
         name, number, kind = self.name, 0, self.kind
+        if kind not in (DOCUMENT, *READERS):
+            raise UserError(f"{name} holds token ids, not text")
         # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
         in_sequence = kind != ".parquet" and not (kind == DOCUMENT and val_every)
         path = os.devnull if name == BUILTIN else name
@@ -331,13 +298,14 @@ class TextFile(NamedTuple):
                 for file in (raw, stream):
                     if content := describe_content(file.peek(512)[:512], SUBSTITUTES):
                         raise UserError(content)
-                for row in read_rows(stream, kind, val_every):
+                if kind == DOCUMENT:
+                    rows = _read_document(stream, val_every)
+                else:
+                    contents = enumerate(READERS[kind](stream), 1)
+                    rows = (TextRow(content, i, val_every > 0 and i % val_every == 0) for i, content in contents)
+                for row in rows:
                     number = row.number
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
                         yield row
             except (EOFError, ValueError, RecursionError, zlib.error, gzip.BadGzipFile, csv.Error) as e:
                 raise UserError(f"damaged, cut short, or not {kind[1:]} in UTF-8 after row {number}: {e}") from None
-
-
-def builtin_file() -> TextFile:
-    return TextFile(BUILTIN, 0, f"{platform.python_version()} {importlib.metadata.version('torch')}")

@@ -92,25 +92,25 @@ def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     has none, for its files of text."""
     store, entries = retry(lambda: list_files(spec, flag)) if spec else (None, [])
     files = [TextFile(*entry, store, text_field) for entry in entries]
-    shards = [file for file in files if file.kind == SHARD]
-    texts = [file for file in files if file.kind in SUFFIXES]
-    used = (SHARD,) if shards else SUFFIXES
+    used = (SHARD,) if any(file.kind == SHARD for file in files) else SUFFIXES
     listed = read_index(Path(spec).expanduser()).get("files", {}) if files and not store else {}
-    if missing := listed.keys() - {os.path.basename(file.name) for file in shards}:
+    names = [os.path.basename(file.name) for file in files]
+    if missing := listed.keys() - {*names}:
         raise UserError(f"{flag} {spec} lacks {min(missing)}, which its {INDEX} lists: copy or prepare it again")
     others = [
         file.kind or "no suffix"
-        for file in files
-        if file.kind not in used and not os.path.basename(file.name).startswith((".", INDEX))
+        for file, name in zip(files, names, strict=True)
+        if file.kind not in used and not name.startswith((".", INDEX))
     ]
     kinds = ", ".join(sorted({*others}))
-    if not shards and not texts:
+    files = [file for file in files if file.kind in used]
+    if not files:
         problem = f"is of unknown kind ({kinds})" if others else "does not exist, or has no file"
         raise UserError(f"{flag} {spec} {problem}: expected {FORMATS}; FOLDER/** includes deeper folders")
     if others:
-        what = "beside token shards" if shards else "of unknown kind"
+        what = "of unknown kind" if used == SUFFIXES else "beside token shards"
         warn_once(f"{flag} {spec}: {plural(len(others), 'file')} {what} left out ({kinds})")
-    return shards or texts
+    return files
 
 
 def read_rows(spec: str, flag: str, read: Callable) -> list:
@@ -180,29 +180,22 @@ class Encoder(NamedTuple):
     def of_file(self, file: TextFile) -> "Encoder":
         return self._replace(text_field=file.text_field or self.text_field)
 
-    def read(self, row: TextRow) -> tuple[str, list[tuple[list[dict], dict, dict]]]:
-        """-> (the text of a document, []), or ("", what find_messages returns for a conversation, or for the two of a
-        pair). UserError if it is a bad row."""
-        name = self.text_field or "text"
+    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
+        """-> (tokens, kind: text, or chat or pair, whose tokens carry TRAINED and BEGINS, changes and omissions in a
+        conversation). A pair that says nothing has no tokens. UserError if it is a bad row."""
+        tokenizer, name = load_tokenizer(self.tokenizer), self.text_field or "text"
         fields = row.fields(name)
-        if self.pairs:
-            return "", find_pair(fields, self.chat_fields)
         text = fields.get(name)
-        is_named = self.text_field and isinstance(text, str)
-        if not is_named and (chat := find_messages(fields, self.chat_fields)):
-            return "", [chat]
-        if not isinstance(text, str):
+        is_text, conversations = isinstance(text, str), []
+        if self.pairs:
+            conversations = find_pair(fields, self.chat_fields)
+        elif not (self.text_field and is_text):
+            conversations = [chat] if (chat := find_messages(fields, self.chat_fields)) else []
+        if not conversations and not is_text:
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())[:300]
             raise UserError(
                 f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
-        return text, []
-
-    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
-        """-> (tokens, kind: text, or chat or pair, whose tokens carry TRAINED and BEGINS, changes and omissions in a
-        conversation). A pair that says nothing has no tokens. UserError if it is a bad row."""
-        tokenizer = load_tokenizer(self.tokenizer)
-        text, conversations = self.read(row)
         if not conversations:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
         answers = [message for messages, *_ in conversations for message in messages[-1:]]  # a bad row may have none
@@ -313,25 +306,21 @@ class Shard(NamedTuple):
     width: int  # bytes per token
     offset: int = 0  # bytes before the first token
     sha256: str = ""  # of the file, if index.json records it
-    first: int = 0  # the number of the first token in the file
 
     def part(self, start: int, stop: int) -> "Shard":
         """Tokens start ... stop - 1."""
-        return self._replace(tokens=stop - start, offset=self.offset + self.width * start, first=self.first + start)
+        return self._replace(tokens=stop - start, offset=self.offset + self.width * start)
 
 
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
     """-> (a shard, the id that its format puts before each document or None). size: of the file in bytes. recorded: its
     entry in index.json; without one, the header is read. UserError if they do not fit together."""
+    import numpy as np
+
     content = size - HEADER
     if recorded and content in (2 * recorded["tokens"], 4 * recorded["tokens"]):
         return Shard(path, recorded["tokens"], content // recorded["tokens"], HEADER, recorded["sha256"]), None
-
-    def read_head() -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(512)
-
-    head = retry(read_head, path)
+    head = retry(lambda: np.fromfile(path, np.uint8, 512), path).tobytes()
     if substitute := describe_content(head, SUBSTITUTES):
         raise UserError(f"{path}: {substitute}")
     magic, version, tokens = struct.unpack("<3i", head[:12]) if content >= 0 else (0, 0, 0)
@@ -447,7 +436,7 @@ def verify_shards(path: Path) -> None:
     """UserError for a shard, of a folder or alone, that does not fit its header, or its checksum if it has one."""
     files = [Path(file.name) for file in find_files(str(path), "verify")]
     recorded = read_index(files[0].parent).get("files", {})
-    for file in dict.fromkeys(files + [path / name for name in recorded if path.is_dir()]):
+    for file in files:
         find_shard(str(file), file.stat().st_size)
         if recorded and hashlib.sha256(file.read_bytes()).hexdigest() != recorded.get(file.name, {}).get("sha256"):
             raise UserError(f"{file} has changed since it was prepared (sha256): prepare the text again")

@@ -147,7 +147,8 @@ def test_a_missing_package_a_refusal_and_a_bug_of_ours(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     for address, message in (
         ("s3://b/*.jsonl", "s3fs.* -m pip install s3fs"), ("gs://b/a.txt", "-m pip install gcsfs"),
-        ("az://b/a.txt", "install adlfs"), ("nfs5://b", "not known: nfs5"), ("memory://data/b", "b does not exist"),
+        ("az://b/a.txt", "install adlfs"), ("nfs5://b", "not known: nfs5"), ("https://a/b.txt", "curl"),
+        ("memory://data/b", "b does not exist"),
     ):  # fmt: skip
         assert re.search(message, refused(find_files, address, "--data"))
     for error, kind in (
@@ -334,7 +335,6 @@ def test_a_path_that_exists_is_no_pattern(tmp_path):
     for spec, found in (
         ("a*1.txt", "a*1.txt"), ("b*[2].txt", "b*[2].txt"), ("c?.txt", "c?.txt"), ("d*[1]/e*.txt", "d*[1]/e*.txt"),
         ("[ab]*.txt", "a*1.txt ab1.txt b*[2].txt"), ("d*[1]", "d*[1]/e*.txt d*[1]/ef.txt"),
-        ("d*[1]/*", "d*[1]/e*.txt d*[1]/ef.txt"),
     ):  # fmt: skip
         names = [str(Path(file.name).relative_to(tmp_path)) for file in find_files(f"{tmp_path}/{spec}", "")]
         assert names == found.split()
