@@ -265,17 +265,20 @@ class Loader:
         return tokens, targets, begins
 
     def _micro_batches(self, source: np.ndarray, row: np.ndarray) -> list[Batch]:
-        """This rank's micro-batches of a step, whose rows are given for all ranks: row (m * row_groups + my_group) *
-        micro_batch + i is row i of micro-batch m. Where the last one reaches beyond the step, it is filled with rows
-        that are not trained on."""
-        starts = np.arange(0, len(row), self.micro_batch * self.row_groups) + self.my_group * self.micro_batch
-        mine = (starts[:, None] + np.arange(self.micro_batch)).ravel()
-        is_filled = mine >= len(row)
-        mine[is_filled] = 0
-        source, row = source[mine], row[mine]
-        real = np.where(is_filled, -1, source)
-        tokens, targets, begins = self._read(real, row)
-        arrays = tokens[:, self.columns], targets[:, self.columns], begins, source, *self._pairs_of(real, row)
+        """This rank's micro-batches of a step, whose rows are given for all ranks. Where the last one reaches beyond
+        the step, it is filled with rows that are not trained on."""
+        filler = 0, -len(row) % (self.micro_batch * self.row_groups)
+        source, row = np.pad(source, filler, constant_values=-1), np.pad(row, filler)
+        shape = -1, self.row_groups, self.micro_batch
+        source, row = (numbers.reshape(shape)[:, self.my_group].ravel() for numbers in (source, row))
+        tokens, targets, begins = self._read(source, row)
+        arrays = [
+            tokens[:, self.columns],
+            targets[:, self.columns],
+            begins,
+            source.clip(0),
+            *self._pairs_of(source, row),
+        ]
         split, out = (torch.from_numpy(array).split(self.micro_batch) for array in arrays), []
         for tokens, targets, begins, source, *pairs in zip(*split, strict=True):
             positions = documents = None

@@ -153,11 +153,6 @@ class TextRow(NamedTuple):
         return content if isinstance(content, dict) else {}
 
 
-def kind_of(name: str) -> str:
-    """The suffix that tells a file's format, without .gz."""
-    return os.path.splitext(name.removesuffix(".gz"))[1]
-
-
 def builtin_documents() -> list[str]:
     """English text that every machine has: Python's reference topics and the docstrings of the standard library and of
     torch, each of 200 characters or more, once. It changes with their versions."""
@@ -214,7 +209,7 @@ READERS = {
 }
 SUFFIXES = (DOCUMENT, *READERS)
 FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
-READERS[kind_of(BUILTIN)] = lambda stream: builtin_documents()
+READERS[".text"] = lambda stream: builtin_documents()  # of BUILTIN
 
 
 def _read_document(stream, val_every):
@@ -264,7 +259,8 @@ class TextFile(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return kind_of(self.name)
+        """The suffix that tells the format, without .gz."""
+        return os.path.splitext(self.name.removesuffix(".gz"))[1]
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. Every val_every-th is held out (1: all, 0: none), or the end of a document.

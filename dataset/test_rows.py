@@ -449,7 +449,7 @@ def test_too_long_conversations(tmp_path, caplog):
     path = write_chats(tmp_path / "a.jsonl", [talk(("x" * asked, "y" * answered)) for asked, answered in sizes])
     loader = make_loader(chat_config(path))
     note = "1 truncated to --seq_len 64 and 1 dropped"
-    assert f"3 conversations with 115 tokens of answers, {note}; --seq_len" in loader.summary()[1]
+    assert f"3 conversations with 129 tokens of answers, {note}; --seq_len" in loader.summary()[1]
     assert "in 2 rows: give a larger --seq_len" in caplog.text
     (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
     assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
