@@ -20,9 +20,7 @@ A resume after step 2 begins with sample 8. It needs neither the rows before it 
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; [[trained tokens]]
     python data.py show --run RUN --step N                              the rows of a run's step"""
 
-import hashlib
 import itertools
-import json
 import math
 import re
 import sys
@@ -49,7 +47,7 @@ from torch import Tensor
 
 from base import torch_private
 from base.ranks import Ranks, on_first_rank
-from dataset.prepare import VERBS, knows_text, log
+from dataset.prepare import VERBS, digest, knows_text, log
 from dataset.rows import Listing, NoRows, find_sources, open_cached, open_source, permute, split_mixture, turns
 from hf.tokenizer import decode_marked, load_tokenizer, token_sizes
 from shapes import IGNORE, document_begins
@@ -167,8 +165,7 @@ class Loader:
         """Identifies the data of a checkpoint: by recorded hashes, and by samples of the files without one."""
         hashes = {path: sha256 for s in self.sources for path, sha256 in s.hashes.items()}
         unknown = [Path(path) for path, sha256 in hashes.items() if not sha256]
-        content = [*self.describe(), *hashes.values(), sample_digest(unknown)]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+        return digest(*self.describe(), *hashes.values(), sample_digest(unknown))[:32]
 
     def state_dict(self) -> dict:
         """The position after the last batch that the caller received. It has the lanes that this rank has read, and all

@@ -132,7 +132,7 @@ def fetch_files(files: list[TextFile], cache: Path) -> list[TextFile]:
     for parent, group in itertools.groupby(files, lambda file: os.path.dirname(file.name)):
         group = [*group]
         if group[0].store:
-            folder = cache / f"files-{digest([file[:3] for file in group])}"
+            folder = cache / f"files-{digest([file[:3] for file in group])[:16]}"
             retry(functools.partial(_download, group, parent, folder))
             for file in group:
                 path = str(folder / os.path.basename(file.name))
@@ -315,12 +315,15 @@ class Shard(NamedTuple):
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
     """-> (a shard, the id that its format puts before each document or None). size: of the file in bytes. recorded: its
     entry in index.json; without one, the header is read. UserError if they do not fit together."""
-    import numpy as np
-
     content = size - HEADER
     if recorded and content in (2 * recorded["tokens"], 4 * recorded["tokens"]):
         return Shard(path, recorded["tokens"], content // recorded["tokens"], HEADER, recorded["sha256"]), None
-    head = retry(lambda: np.fromfile(path, np.uint8, 512), path).tobytes()
+
+    def read_head() -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(512)
+
+    head = retry(read_head, path)
     if substitute := describe_content(head, SUBSTITUTES):
         raise UserError(f"{path}: {substitute}")
     magic, version, tokens = struct.unpack("<3i", head[:12]) if content >= 0 else (0, 0, 0)
@@ -420,7 +423,8 @@ def _write_shards(out, index, tokens):
 
 
 def digest(*content) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    """The SHA-256 of values that JSON can hold."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
@@ -429,7 +433,7 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     files = [(file[:3], encoder.of_file(file).text_field) for file in sources]
     tokenizer = load_tokenizer(encoder.tokenizer)
     made_with = encoder._replace(tokenizer=tokenizer.fingerprint, text_field="", skip_bad=0)
-    return digest(files, made_with, options, FORMAT)
+    return digest(files, made_with, options, FORMAT)[:16]
 
 
 def verify_shards(path: Path) -> None:

@@ -18,7 +18,6 @@ import functools
 import hashlib
 import importlib.metadata
 import itertools
-import json
 import os
 import platform
 import re
@@ -392,8 +391,8 @@ class Stream:
             has_version = file.store and file.version and not self.shares  # else only the name identifies it
             name = file.version if has_version else Path(file.name).name
             names.append((name, file.size, *filter(None, [file.text_field])))
-        identity = [config.lanes, self.encoder.text_field or "text", tokenizer.fingerprint, names]
-        self.about = [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
+        identity = prepare.digest(config.lanes, self.encoder.text_field or "text", tokenizer.fingerprint, names)
+        self.about = [{"files": len(names), "sha256": identity}]
 
     def start(self, positions: dict[str, list]) -> None:
         """Stops reading, and goes on from the positions of lanes."""
