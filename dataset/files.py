@@ -40,10 +40,8 @@ VERSIONS = (
 )  # fmt: skip
 
 
-def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]]:
-    """-> (the fsspec file system of an address, None for a path; name, size and version of a file, of the matches of a
-    pattern, or of the files in a folder). size: 0 if the listing has none. version: changes with the content; empty if
-    the file system tells none."""
+def list_files(spec: str, flag: str, text_field: str) -> list["TextFile"]:
+    """A file, the matches of a pattern, or the files in a folder."""
     is_local = "://" not in spec
     address = str(Path(spec).expanduser().absolute()) if is_local else spec
     with store_errors(spec):
@@ -54,14 +52,15 @@ def list_files(spec: str, flag: str) -> tuple[object, list[tuple[str, int, str]]
         else:
             options = {"on_error": _raise_passing} if is_local else {}
             infos = store.glob(glob.escape(path) + "/*" if info else path, detail=True, **options).values()
-    entries = []
+    files = []
     for info in infos:
         if info["type"] != "directory":
             name = info["name"] if is_local else store.unstrip_protocol(info["name"])
             if not isinstance(info["size"], int | None):  # a hub may list anything
                 raise UserError(f"{name}: its listed size is {info['size']!r:.40}, which is no number of bytes")
-            entries.append((name, info["size"] or 0, next((str(info[key]) for key in VERSIONS if info.get(key)), "")))
-    return None if is_local else store, entries
+            version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
+            files.append(TextFile(name, info["size"] or 0, version, None if is_local else store, text_field))
+    return files
 
 
 def _raise_passing(error: OSError) -> None:

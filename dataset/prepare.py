@@ -90,10 +90,9 @@ def knows_text(config) -> bool:
 def find_files(spec: str, flag: str, text_field: str = "") -> list[TextFile]:
     """The files that a path, a pattern or an address names. A folder or a pattern stands for its token shards or, if it
     has none, for its files of text."""
-    store, entries = retry(lambda: list_files(spec, flag)) if spec else (None, [])
-    files = [TextFile(*entry, store, text_field) for entry in entries]
+    files = retry(lambda: list_files(spec, flag, text_field)) if spec else []
     used = (SHARD,) if any(file.kind == SHARD for file in files) else SUFFIXES
-    listed = read_index(Path(spec).expanduser()).get("files", {}) if files and not store else {}
+    listed = read_index(Path(spec).expanduser()).get("files", {}) if files and not files[0].store else {}
     names = [os.path.basename(file.name) for file in files]
     if missing := listed.keys() - {*names}:
         raise UserError(f"{flag} {spec} lacks {min(missing)}, which its {INDEX} lists: copy or prepare it again")
