@@ -433,10 +433,8 @@ def test_wrong_mixtures(tmp_path, words, message):
 
 
 def test_chat_fields_and_show(tmp_path):
-    for count in (1, 2):
-        (tmp_path / "a.jsonl").write_text((json.dumps({"q": "Why?", "a": "So."}) + "\n") * count)
-        c = config(tmp_path / "a.jsonl", chat_fields="q,a", seq_len=64, micro_batch=4)
-        (plain,) = show(make_loader(c), 1, 1)
-        assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
-        assert re.search(r"--- \d+ places filled up", plain)
+    (tmp_path / "a.jsonl").write_text('{"q": "Why?", "a": "So."}\n' * 2)
+    (shown,) = show(make_loader(config(tmp_path / "a.jsonl", chat_fields="q,a", seq_len=64)), 1, 1)
+    assert shown.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
+    assert re.search(r"--- \d+ places filled up", shown)
     assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields="q")

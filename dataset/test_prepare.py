@@ -20,10 +20,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 import data
 from base.errors import Failure, UserError
 from base.ranks import ALONE
-from config import text_fields
 from data import open_data
 from dataset import prepare
-from dataset.prepare import Encoder, TextFile, TextRow, find_files, find_shard, verify_shards
+from dataset.prepare import Encoder, TextRow, find_files, find_shard, verify_shards
 from hf.test_tokenizer import _json, _write
 from inputs import settled_args
 from test_download import serve as download_server
@@ -405,22 +404,14 @@ def test_each_entry_has_its_text_field(tmp_path, stream):
     for name, field in (("a.jsonl", "body"), ("talks/b.jsonl", "content"), ("c.jsonl", "note"), ("v.jsonl", "text")):
         (tmp_path / name).write_bytes(jsonl([f"only {field} "] * 40, field))
     words = "--data {0}/a.jsonl {0}/talks {0}/c.jsonl --val_data {0}/v.jsonl --text_field note talks=content"
-    words += " a.jsonl=body {0}/v.jsonl=text --seq_len 40 --micro_batch 30 --stream {1}" + " --lanes 3" * (
-        stream == "on"
-    )
+    words += " a.jsonl=body {0}/v.jsonl=text --seq_len 40 --micro_batch 30 --stream {1}"
+    words += " --lanes 3" * (stream == "on")
     loader = data.make_loader(settled_args(words.format(tmp_path, stream).split()))
     seen = bytes(t for t in next(iter(loader))[0].tokens.flatten().tolist() if t < 256)
     assert all(field in seen for field in (b"only body", b"only content", b"only note")) and b"only text" not in seen
     for wrong in ("b.jsonl=body", "a.jsonl=", "x y", "a.jsonl=x a.jsonl=y"):
-        words = f"--data {tmp_path}/a.jsonl --text_field {wrong}"
-        assert "--text_field" in refused(settled_args, words.split())
-
-
-def test_the_key_of_a_cache_has_the_field_that_is_used(tmp_path):
-    keys, entries = [], [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
-    for field in ("body", "a.jsonl=body b.jsonl=body", "a.jsonl=body", "a.jsonl=body id", "a.jsonl=id b.jsonl=body"):
-        config = settled_args(["--data", *entries, "--text_field", *field.split()])
-        fields = text_fields(config)
-        files = [TextFile(entry, 5, "version", None, fields.get(entry, "")) for entry in entries]
-        keys.append(prepare.key_of(files, Encoder.of(config)))
-    assert keys[0] == keys[1] and len({*keys}) == 4
+        assert "--text_field" in refused(settled_args, f"--data {tmp_path}/a.jsonl --text_field {wrong}".split())
+    (tmp_path / "two.jsonl").write_text('{"first": "first ", "other": "other "}\n' * 40)
+    for field in ("first", "other"):  # cached text has its field in its key
+        loader = data.make_loader(settled_args(f"--data {tmp_path}/two.jsonl --seq_len 6 --text_field {field}".split()))
+        assert field in bytes(loader.sources[0].read(1, 7).astype("u1")).decode()
