@@ -514,6 +514,11 @@ class Checkpoint:
         scaling = self.manifest["model"]["rope_scaling"]
         return ModelConfig(**self.manifest["model"] | {"rope_scaling": scaling and RopeScaling(**scaling)})
 
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer of its texts; empty for shards whose text is not known."""
+        return self.config.tokenizer * knows_text(self.config)
+
     def read(self, key: str, slices: Slices) -> Tensor:
         """A slice of a tensor, assembled from the stored shards. Opens only files with a part of it."""
         if key not in self.layouts:
@@ -661,8 +666,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
         saved = newest(args.run)
-        spec = args.tokenizer or (saved.config.tokenizer if knows_text(saved.config) else "")
-        export_trained(saved, args.out, DTYPES[args.dtype], spec=spec)
+        export_trained(saved, args.out, DTYPES[args.dtype], spec=args.tokenizer)
         print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
         return 0
     refuse_empty(args.run)

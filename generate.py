@@ -97,7 +97,7 @@ from attention import WITHOUT_CUDNN
 from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
 from checkpoint import newest
 from config import Config
-from dataset.prepare import knows_text, read_rows, warn_once
+from dataset.prepare import read_rows, warn_once
 from hf.chat import PROMPTS, chat_template, find_messages, render_chat, take_prompt
 from hf.families import read_config
 from hf.tokenizer import load_tokenizer
@@ -299,16 +299,16 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
     if is_run:
         saved = newest(folder)
         config, shape, read = saved.config, saved.model_config, open_trained(saved)
-        if not (tokenizer or knows_text(config)):
+        tokenizer = tokenizer or saved.tokenizer
+        if not tokenizer:
             raise UserError(f"--run {folder} was trained on token shards: name the --tokenizer that made them")
         name = f"{folder}, step {saved.step}"
-        own_tokenizer, context = config.tokenizer, config.trained_length(shape)
-        dtype = DTYPES.get(config.dtype, torch.float32)
+        context, dtype = config.trained_length(shape), DTYPES.get(config.dtype, torch.float32)
     else:
         name, shape, values = str(folder), read_config(folder), read_json(folder / "config.json")
-        read, own_tokenizer, context = open_weights(folder, shape), str(folder), shape.max_seq_len
+        read, tokenizer, context = open_weights(folder, shape), tokenizer or name, shape.max_seq_len
         dtype = torch.bfloat16 if "bfloat16" in (values.get("dtype"), values.get("torch_dtype")) else torch.float32
-    tokens = load_tokenizer(tokenizer or own_tokenizer)
+    tokens = load_tokenizer(tokenizer)
     if tokens.vocab_size > shape.vocab_size:
         raise UserError(f"--run {spec}: the tokenizer has {tokens.vocab_size} ids, the model {shape.vocab_size}")
     stop = tokens.stop_ids if is_run or chat else tokens.eos_ids

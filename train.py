@@ -38,7 +38,6 @@ from base import disk, host
 from base.disk import human
 from base.ranks import Ranks, init_ranks, leave, on_first_rank, set_timeout
 from data import Batch, Loader
-from dataset.prepare import knows_text
 from generate import write_samples
 from hf import lora
 from hf.weights import export_run
@@ -270,12 +269,11 @@ def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
     --keep_best, or if it is damaged, the last one is exported. All ranks must call."""
     exported = best.step or step
     with run.phase("export"):
-        spec = config.tokenizer if knows_text(config) else ""
         folder = checkpoint.step_folder(run.folder, exported)
         if exported < step and (fault := checkpoint.fault_of(folder, run.ranks)):
             logger.warning(f"{folder}, the best by {best.name}, is damaged: {fault}. hf/ gets step {step}")
             exported, folder = step, checkpoint.step_folder(run.folder, step)
-        export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks, spec)
+        export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks)
     if exported == best.step:
         logger.info(f"hf/ has step {exported}: {best}")
         is_early = exported <= config.warmup or learning_rate(config, exported) >= config.lr

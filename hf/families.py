@@ -148,7 +148,7 @@ ROPE_KEYS = {
     },
     "yarn": YARN_KEYS,
 }
-MINISTRAL3_ROPES = {
+MINISTRAL3_ROPE_KEYS = {
     "yarn": YARN_KEYS | {
         "query_growth": "llama_4_scaling_beta",
     },
@@ -220,7 +220,7 @@ FAMILIES = {
         },
         windows=(SLIDING,),
         others=(*ROPE, "sliding_window", *PICTURE_KEYS),
-        rope_keys=MINISTRAL3_ROPES,
+        rope_keys=MINISTRAL3_ROPE_KEYS,
     ),
     "ministral": Family(
         "MinistralForCausalLM",

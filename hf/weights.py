@@ -367,15 +367,13 @@ def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **
 # ---- exports of a run
 
 
-def export_trained(
-    saved, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, spec: str | None = None, **how
-) -> None:
+def export_trained(saved, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, spec: str = "", **how) -> None:
     """Writes a Hugging Face folder with the run's tokenizer, and the chat template if the run trained on conversations.
-    It names the longest text that was trained on. spec: another tokenizer than the run's; empty: none is written, as
-    for shards whose text is not known. how: arguments of export. All ranks must call."""
+    It names the longest text that was trained on. spec: another tokenizer than the run's. how: arguments of export. All
+    ranks must call."""
     config, shape = saved.config, saved.model_config
     chat_format = shape.chat_format if saved.manifest["position"].get("chat") else ""
-    spec = config.tokenizer if spec is None else spec
+    spec = spec or saved.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
     if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
         shape = replace(shape, max_seq_len=config.trained_length(shape))
@@ -383,16 +381,15 @@ def export_trained(
     export(shape, read, folder, dtype, tokenizer=tokenizer, chat_format=chat_format, ranks=ranks, **how)
 
 
-def export_run(saved, run: Path, ranks: Ranks, spec: str) -> None:
-    """Writes the folders hf/ and, with adapters, adapter/ of a run that ends. spec: as for export_trained. All ranks
-    must call."""
+def export_run(saved, run: Path, ranks: Ranks) -> None:
+    """Writes the folders hf/ and, with adapters, adapter/ of a run that ends. All ranks must call."""
     try:
         family(saved.model_config)
     except UserError as e:
         return logger.warning(f"No export to hf/: {e}")
-    export_trained(saved, run / "hf", torch.float32, ranks, spec, replaces=True)
-    if spec:
-        bos = "" if load_tokenizer(spec).adds_bos else ",add_bos_token=True"
+    export_trained(saved, run / "hf", torch.float32, ranks, replaces=True)
+    if saved.tokenizer:
+        bos = "" if load_tokenizer(saved.tokenizer).adds_bos else ",add_bos_token=True"
         model = shlex.quote(f"pretrained={run}/hf{bos}")
         chat = " --apply_chat_template" * saved.manifest["position"].get("chat", False)
         lm_eval = f"lm_eval --model hf --model_args {model} --tasks hellaswag{chat}"
