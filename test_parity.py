@@ -127,6 +127,9 @@ SHORT = [  # what few of the fuzzer's cells have
     replace(PADDED, model="tiny-gpt2"),
     Cell(ranks=2, model="tiny-olmo3", packed=True, attention="blocked", checkpointing="selective"),
     Cell(ranks=2, model="tiny-gemma3", packed=True, attention="blocked", checkpointing="block"),
+    Cell(ranks=2, context_parallel=2, model="tiny-ministral3", packed=True, checkpointing="selective"),
+    Cell(ranks=2, model="tiny-granite", packed=True, lora=3, checkpointing="block"),
+    Cell(ranks=2, model="tiny-arcee", dtype="bf16", fp8="tensor", checkpointing="selective"),
     Cell(ranks=2, model="tiny-qwen3-moe", n_layers=2, n_experts=16, dtype="bf16", fp8="tensor", checkpointing="block"),
     Cell(ranks=2, context_parallel=2, model="tiny-olmo3", attention="blocked", offload="cpu", masks="empty-parts"),
     # four ranks repeat the two key/value heads
