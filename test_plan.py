@@ -85,8 +85,8 @@ def test_muon_receives_the_parts_of_stacks_that_it_needs(fake_ranks, layers, mon
     assert 0.75 * peak < max(live.peaks.values()) <= peak
 
 
-# Experts in 64 parts, norms behind, a fused file, norms around.
-NEW = ("qwen3-30b-a3b", "olmo3-7b", "phi-4", "gemma3-1b")
+# Experts in 64 parts, norms behind, a fused file, norms around, no gate.
+NEW = ("qwen3-30b-a3b", "olmo3-7b", "phi-4", "gemma3-1b", "tiny-arcee")
 
 
 def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
@@ -111,6 +111,7 @@ SHAPES = [
     "--model tiny-llama --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 1536 --seq_len 64 --micro_batch 1 --dtype fp32",
     "--model tiny-gpt2 --vocab_size 25000 --seq_len 128 --micro_batch 8 --checkpointing none --dtype fp32",
     "--model tiny-gemma3 --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 1536 --seq_len 128 --micro_batch 4 --dtype fp32",
+    "--model tiny-arcee --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 2048 --seq_len 128 --micro_batch 4 --dtype fp32",
 ]
 
 
