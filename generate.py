@@ -20,6 +20,7 @@ import runpy
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -112,13 +113,15 @@ from shard import fill_parameters, free_gathered, uncompiled, whole_rows
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
 
+@dataclass
 class KVCache:
     """Keys and values of one layer for the tokens so far; with a window of W positions, for the last W.
     `Transformer.logits` takes a list with one cache per layer. The first call may add many tokens, each later call adds
     one. Rows of different lengths end at the same place."""
 
-    def __init__(self, window: int = 0):
-        self.window, self.length, self.kv = window, 0, None
+    window: int = 0
+    length: int = 0
+    kv: Tensor | None = None  # [2, B, K, S, h]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, T, K, h] of the next tokens -> keys and values that these tokens may see, [B, S, K, h]."""
@@ -438,24 +441,23 @@ def main(argv: list[str]) -> None:
     source = open_source(args.run, args.tokenizer, args.chat or args.prompts)
     if args.prompts:
         answer_prompts(args, source, ranks)
-        return leave(ranks)
-    if args.score:
+    elif args.score:
         rows = on_every_rank(lambda: score.read_questions(args.score, "--score", source), ranks)
         if args.out and on_first_rank(lambda: Path(args.out).exists(), ranks):
             raise UserError(f"--out {args.out} exists: give a new file")
         results = score.score(source.load(args.dtype, ranks), rows, ranks, shows=True)
         if ranks.rank == 0:
             score.report(results, args.out)
-        return leave(ranks)
-    model = source.load(args.dtype, ranks)
-    if args.chat:
-        return converse(model, source, args)
-    texts = args.prompt or [""]
-    for i, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            print(f"--- text {i} of {len(texts)}")
-        print(text, end="", flush=True)
-        write_answer(model, source, source.encode(text), i, args)
+    elif args.chat:
+        converse(source.load(args.dtype, ranks), source, args)
+    else:
+        model, texts = source.load(args.dtype, ranks), args.prompt or [""]
+        for i, text in enumerate(texts, 1):
+            if len(texts) > 1:
+                print(f"--- text {i} of {len(texts)}")
+            print(text, end="", flush=True)
+            write_answer(model, source, source.encode(text), i, args)
+    leave(ranks)
 
 
 if __name__ == "__main__":

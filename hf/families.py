@@ -8,7 +8,9 @@ Reading is strict: a key that could change the computation is refused, unless th
 Sources: configuration and modelling files of transformers 4 and 5."""
 
 import contextlib
+import functools
 import math
+import re
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -481,6 +483,7 @@ EXPECTED = {
 }
 
 
+@functools.cache
 def family(config: ModelConfig) -> str:
     """The model_type of a shape: the first whose config.json expresses it. UserError: none does."""
     for kind in FAMILIES:
@@ -488,6 +491,45 @@ def family(config: ModelConfig) -> str:
             if _read(_write(config, kind)) == config:
                 return kind
     raise UserError(f"no family in hf/families.py has the shape of this model: {config}")
+
+
+class Piece(NamedTuple):
+    """A tensor in the file. place: its slices of our parameter. transposed: GPT-2 stores its linears as [in, out]."""
+
+    name: str
+    place: tuple[slice, ...]
+    transposed: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape in the file; an expert lacks our first dimension there."""
+        shape = tuple(s.stop - s.start for s in self.place[-2:])
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def part(self) -> str:
+        """The part of a projection that it holds, as PEFT names it: q, k, v, o, ...; empty for others."""
+        return re.search(r"(\w+)_proj\.weight$|$", self.name)[1] or ""
+
+
+def pieces_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> list[Piece]:
+    """The tensors in the file for a parameter: itself, the tensors that it fuses, or those of each expert."""
+    kind, layer = family(config), re.search(r"\d+|$", name)[0]
+    stored_name, *fused = FAMILIES[kind].names[re.sub(r"\d+", "{i}", name)]
+    fused = fused or [""]
+    height, *widths = shape[-2:]
+    heights = [height // len(fused)] * len(fused)
+    if len(fused) == 3:  # q, k, v
+        heights = [config.head_dim * n for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    experts = [(slice(e, e + 1),) for e in range(shape[0])] if len(shape) == 3 else [()]
+    transposed = kind == "gpt2" and name.endswith("_proj.weight")
+    out, start = [], 0
+    for part, rows in zip(fused, heights, strict=True):
+        place = slice(start, start + rows), *(slice(0, width) for width in widths)
+        for e, expert in enumerate(experts):
+            out.append(Piece(stored_name.format(i=layer, e=e, part=part), expert + place, transposed))
+        start += rows
+    return out
 
 
 # ---- reading

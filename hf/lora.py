@@ -15,6 +15,7 @@ Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's init
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +25,27 @@ import model as transformer
 import nf4
 from base.errors import UserError
 from config import Config
+from hf.families import pieces_of
 from model import Transformer, initial_std, random_init
 from shapes import ModelConfig
 
-PARTS = {
-    "qkv_proj": ("q", "k", "v"),
-    "o_proj": ("o",),
-    "gate_up_proj": ("gate", "up"),
-    "up_proj": ("up",),
-    "down_proj": ("down",),
-}
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those values of a parameter
 
 
-def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of the weight of each part that can have an adapter: none of a GPT-2, whose q, k and v are one matrix
-    with one adapter for PEFT (c_attn)."""
-    if shape.mlp == "gelu":
+def parts_of(name: str, layer: nn.Module, shape: ModelConfig) -> dict[str, int]:
+    """The rows of each part of a layer that can have an adapter; {} for other layers, and for those of a GPT-2, whose
+    q, k and v are one matrix with one adapter for PEFT (c_attn)."""
+    if not name.endswith("_proj"):
         return {}
-    D, F, H, K = shape.dim, shape.ffn_dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    if shape.family == "phi3":  # the file has fused tensors, each with one adapter for PEFT
-        return {"qkv": (H + 2 * K, D), "o": (D, H), "gate_up": (2 * F, D), "down": (D, F)}
-    mlp = {} if shape.n_experts else {"gate": (F, D), "up": (F, D), "down": (D, F)}
-    if shape.mlp == "relu2":
-        del mlp["gate"]
-    return {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)} | mlp
+    row = pieces_of(f"{name}.weight", tuple(layer.weight.shape), shape)
+    return {} if row[0].transposed else {piece.part: piece.stored[0] for piece in row}
+
+
+def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(out, in) of the weight of each part that can have an adapter."""
+    with torch.device("meta"):
+        layers = Transformer(replace(shape, n_layers=1)).named_modules()
+    return {part: (rows, m.in_features) for name, m in layers for part, rows in parts_of(name, m, shape).items()}
 
 
 def check_flags(config: Config) -> None:
@@ -99,14 +96,10 @@ def add_adapters(model: Transformer, config: Config) -> None:
     the parameters have values, and after a conversion to FP8, which applies to the frozen weights."""
     if not config.lora:
         return
-    known = sizes(model.config)
     model.requires_grad_(False)
     for name, m in model.named_modules():
-        layer = name.rpartition(".")[2]
-        parts = PARTS.get(layer, ())
-        if (fused := layer.removesuffix("_proj")) in known:  # phi3
-            parts = (fused,)
-        blocks = tuple((known[part][0], config.lora * (part in config.lora_targets)) for part in parts)
+        parts = parts_of(name, m, model.config)
+        blocks = tuple((rows, config.lora * (part in config.lora_targets)) for part, rows in parts.items())
         heights = [rows for rows, rank in blocks if rank]
         if heights:
             m.lora_A = nn.Parameter(m.weight.new_empty(len(heights) * config.lora, m.in_features))
