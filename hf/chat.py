@@ -13,10 +13,11 @@ import contextlib
 import functools
 import json
 import re
-from bisect import bisect, bisect_left
+from bisect import bisect_left
 from collections.abc import Callable
 from datetime import datetime
 from itertools import accumulate
+from os.path import commonprefix
 from pathlib import Path
 
 from base.errors import UserError
@@ -396,22 +397,17 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
         changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
     if OTHER not in changed:
         return 0, 0
-    words_begin = _count_shared(text, changed)
-    words_end = len(text) - _count_shared(text[::-1], changed[::-1])
+    words_begin = len(commonprefix([text, changed]))
+    words_end = len(text) - len(commonprefix([text[::-1], changed[::-1]]))
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     begin = len(text[:words_begin].rstrip(" "))
-    header = prompt[_count_shared(prompt, render(messages[:k])) :]
+    header = prompt.removeprefix(commonprefix([prompt, render(messages[:k])]))
     pieces = re.finditer(rf"{control.pattern}|\s+|\S+?(?={control.pattern}|\s|$)", header)
     for stop in reversed([piece.end() for piece in pieces]):
         if (at := text.rfind(header[:stop], last_end, words_begin)) >= 0:
             begin = at + stop
             break
     return min(begin, end), end
-
-
-def _count_shared(a: str, b: str) -> int:
-    """The length of the beginning that two texts share."""
-    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
 def _choose_answers(messages, places, text, control, notes) -> list[tuple[int, int]]:
@@ -462,13 +458,11 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
 
 
 def _mark_tokens(offsets: list[tuple[int, int]], trained: bytes) -> list[int]:
-    """1 for each token with a trained character. Only the ends of places count: a token begins where the one before it
-    ends, because some tokenizers leave out white space. A byte of a character may have an empty place (i, i): it counts
-    as the character."""
-    ends = [*accumulate((max(begin + 1, end) for begin, end in offsets), max)]
-    mask = [0] * len(ends)
-    for run in re.finditer(b"\1+", trained):
-        first, last = bisect(ends, run.start()), bisect_left(ends, run.end())
-        behind = max(last + 1, bisect(ends, run.end()))  # several tokens may end with the same character
-        mask[first:behind] = [1] * (behind - first)
+    """1 for each token with a trained character. A token begins where the one before it ends, because some tokenizers
+    leave out white space. A byte of a character may have an empty place (i, i): it counts as the character."""
+    mask, last_end = [], 0
+    for begin, end in offsets:
+        end = max(last_end, begin + 1, end)
+        mask.append(int(1 in trained[min(last_end, end - 1) : end]))
+        last_end = end
     return mask
