@@ -99,16 +99,16 @@ from base.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
 from checkpoint import newest
 from config import Config
 from dataset.prepare import read_rows, warn_once
-from hf.chat import PROMPTS, chat_template, find_messages, render_chat, take_prompt
+from hf.chat import PROMPTS, chat_template, make_conversation, render_chat, take_prompt
 from hf.families import read_config
 from hf.tokenizer import load_tokenizer
-from hf.weights import Read, empty_model, open_trained, open_weights
+from hf.weights import Read, make_model, open_trained, open_weights
 from job.job import Run
 from log import logger
 from model import Transformer
 from optim import DTYPES
 from shapes import ModelConfig
-from shard import fill_parameters, free_gathered, uncompiled, whole_rows
+from shard import free_gathered, uncompiled, whole_rows
 
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
@@ -258,9 +258,7 @@ class Source(NamedTuple):
     stop: Iterable[int]
 
     def load(self, dtype: str, ranks: Ranks) -> Transformer:
-        model = empty_model(self.config, DTYPES.get(dtype) or self.dtype, ranks.device)
-        fill_parameters(model, self.read)
-        return model
+        return make_model(self.config, self.read, DTYPES.get(dtype) or self.dtype, ranks.device)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text that the model continues."""
@@ -275,8 +273,7 @@ class Source(NamedTuple):
             raise UserError(f"the prompt is missing or empty: expected a field of {', '.join(PROMPTS)}")
         if isinstance(prompt, str) and not (chat or fields.get("system")):
             return self.encode(prompt), prompt
-        turns = {"prompt": prompt, "completion": []}
-        messages, inputs, _ = find_messages(fields | turns, (*turns,))
+        messages, inputs, _ = make_conversation(fields, [prompt])
         if messages and messages[-1]["role"] == "assistant":
             messages.pop()
         return self.render(messages, inputs), messages

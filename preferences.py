@@ -33,13 +33,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from base import disk
 from base.errors import UserError
-from base.ranks import on_first_rank
+from base.ranks import gather, on_first_rank
 from config import Config
 from shard import free_gathered
 
@@ -103,9 +102,7 @@ def pair_loss(config: Config, batch, losses: Tensor) -> tuple[Tensor, Tensor, Te
 def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
     """log p of both answers of each pair that the first `steps` steps of a Loader visit, [pairs, 2] fp32; NaN for the
     others. The passes are training's, so that log p of the first step is bit-equal. All ranks must call."""
-    count = int(data.pair_begins[-1])
-    values, visits = torch.full((count, 2), -torch.inf), torch.full((count,), torch.inf)  # log p, and its step
-    reported = time.perf_counter()
+    visits, reported = [], time.perf_counter()
     for step, micro_batches in enumerate(itertools.islice(copy(data), steps)):
         for batch in micro_batches:
             batch = batch.to(ranks.device)
@@ -113,19 +110,17 @@ def compute_reference(model, data, steps: int, ranks) -> np.ndarray:
                 batch.tokens, batch.targets, batch.positions, batch.documents, True,
                 lambda losses, batch=batch: (losses.sum(), 0, pair_sums(losses, batch)[0]),
             )  # fmt: skip
-            numbers, logp = (x[batch.pairs >= 0].cpu() for x in (batch.pairs, details.figures))
-            is_first = visits[numbers] == torch.inf  # a later epoch has other micro-batches, and other bits
-            values[numbers[is_first]], visits[numbers[is_first]] = logp[is_first], float(step)
+            visits.append([x[batch.pairs >= 0].cpu() for x in (batch.pairs, details.figures)])
             disk.advance()
         if time.perf_counter() > reported + 10:
             reported = time.perf_counter()
             logger.info("Reference of the %s split: step %d of %s", data.split, step + 1, steps or "the evaluation")
-    if ranks.world_size > 1:
-        mine = visits.clone()
-        dist.all_reduce(visits, dist.ReduceOp.MIN, group=ranks.control)
-        values[mine != visits] = -torch.inf
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=ranks.control)
-    return values.masked_fill(values == -torch.inf, torch.nan).numpy()
+    values = np.full((int(data.pair_begins[-1]), 2), np.nan, np.float32)
+    # A pair's first visit counts: a later epoch has other micro-batches, and other bits.
+    for of_ranks in reversed([*zip(*gather(visits, ranks), strict=True)]):
+        for numbers, logp in of_ranks:
+            values[numbers] = logp
+    return values
 
 
 def make_objective(config, run, model, weight_scales, data, val_data, resume_from) -> Callable | None:

@@ -14,7 +14,7 @@ import functools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import accumulate
 from os.path import commonprefix
@@ -121,53 +121,38 @@ FORMATS = {
 # By name; llama and mixtral are values of ModelConfig.chat_format.
 CHAT_TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*.jinja")}
 
+Conversation = tuple[list[dict], dict, dict]  # see make_conversation
 Notes = list[tuple[str, str]]  # for the log: (a difference between a row and its training, an example)
 
 
 # ---- the fields of a row
 
 
-def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, dict] | None:
-    """-> (the messages of a row, {"role", "content": text} and more fields each; other inputs of its template; fields
-    that nothing reads); None if the row is not a conversation. chat_fields: none, (user, assistant) or (system,
-    user, assistant). The system field, else the row's own `system`, goes before the messages, unless it is null or
-    empty."""
+def find_messages(row: dict, chat_fields: tuple[str, ...]) -> Conversation | None:
+    """-> what make_conversation returns; None if the row is not a conversation. chat_fields: none, (user, assistant) or
+    (system, user, assistant)."""
     named = chat_fields[-2:], *CHAT_FIELDS
     names = next((names for names in named if names and all(row.get(n) is not None for n in names)), None)
     if names is None:
         return None
-    given = {name: value for name, value in row.items() if value not in EMPTY}
-    messages = []
-    for name, role in zip(names, ("user", "assistant"), strict=False):
-        field = row[name] if len(names) == 2 else parse_field(row[name], name)
-        if name == "instruction" and "input" in given:
-            field = f"{field}\n\n{parse_field(given.pop('input'), 'input', str)}"
-        turns = [_read_message(m) for m in (field if isinstance(field, list) else [{"role": role, "content": field}])]
-        is_whole = turns and turns[0].get("role") != role  # an answer that holds the whole conversation
-        messages = turns if is_whole else messages + turns
-    system = next((name for name in (*chat_fields[:-2], "system") if name in given), None)
-    if system:
-        messages = [_read_message({"role": "system", "content": given[system]}), *messages]
-    inputs = {name: parse_field(given[name], name, kind) for name, kind in INPUTS.items() if name in given}
-    inputs |= inputs.pop("chat_template_kwargs", {})
-    others = {name: given[name] for name in given if name not in (*names, *chat_fields, system, *INPUTS)}
-    return messages, inputs, others
+    fields = {**row}
+    turns = [take_prompt(fields, names[:1]), *map(fields.pop, names[1:])]
+    return make_conversation(fields, turns, chat_fields)
 
 
-def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
-    """-> what find_messages returns for the conversation with the chosen answer and for the one with the rejected
+def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[Conversation]:
+    """-> what make_conversation returns for the conversation with the chosen answer and for the one with the rejected
     answer, where only the last answer is trained on. UserError if the row does not hold a pair, or if the two differ
     before their last answer."""
     names = next((names for names in ANSWERS if all(name in row for name in names)), None)
     if names is None:
         raise UserError(f"--dpo needs pairs of answers, and this row has none: expected {PAIRS_KNOWN}")
-    others = {name: value for name, value in row.items() if name not in names}
-    question, found = take_prompt(others), []
+    fields = {name: value for name, value in row.items() if name not in names}
+    question, found = take_prompt(fields), []
     for name in names:
         answer = (row[name] or "") if question else parse_field(row[name], name)
-        turns = {"prompt": question, "completion": [answer] if isinstance(answer, dict) else answer}
-        # The row may also have `messages`, which UltraFeedback fills with the chosen conversation.
-        messages, inputs, unread = find_messages(others | turns, (*chat_fields[:-2], *turns))
+        turns = question, [answer] if isinstance(answer, dict) else answer
+        messages, inputs, unread = make_conversation(fields, turns, chat_fields)
         has_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
         earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]]
         found.append(([*earlier, messages[-1]], inputs, unread))
@@ -176,17 +161,39 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[tuple]:
     return found
 
 
-def take_prompt(fields: dict) -> str | list:
-    """Takes the prompt out of a row's fields -> its text or its messages; [] if there is none."""
+def take_prompt(fields: dict, names: tuple[str, ...] = PROMPTS) -> str | list:
+    """Takes the prompt out of a row's fields -> its text or its messages; [] if there is none. names: where it may be;
+    the row may also have `messages` with an answer, as UltraFeedback's has beside `prompt`."""
     if isinstance(fields.get("input"), dict):  # OpenAI's form
         fields |= fields.pop("input")
-    name = next((name for name in PROMPTS if fields.get(name)), "prompt")
+    name = next((name for name in names if fields.get(name)), names[0])
     prompt = fields.pop(name, None)
     if name == "instruction" and fields.get("input"):
         prompt = f"{prompt}\n\n{parse_field(fields.pop('input'), 'input', str)}"
     if name in ("messages", "conversations", "conversation"):
         return parse_field(prompt, name)
     return [] if prompt is None else prompt
+
+
+def make_conversation(
+    fields: dict, turns: Sequence, chat_fields: tuple[str, ...] = ()
+) -> tuple[list[dict], dict, dict]:
+    """-> (the messages, {"role", "content": text} and more fields each; other inputs of the template; fields that
+    nothing reads). turns: what the user says, and the assistant: a text or messages; an answer may hold the whole
+    conversation. fields: the row's others. Of these, the system field of chat_fields, else `system`, goes before the
+    messages, unless it is null or empty."""
+    messages = []
+    for role, turn in zip(("user", "assistant"), turns, strict=False):
+        added = [_read_message(m) for m in (turn if isinstance(turn, list) else [{"role": role, "content": turn}])]
+        is_whole = added and added[0].get("role") != role
+        messages = added if is_whole else messages + added
+    fields = {name: value for name, value in fields.items() if value not in EMPTY}
+    system = next((name for name in (*chat_fields[:-2], "system") if name in fields), None)
+    if system:
+        messages = [_read_message({"role": "system", "content": fields.pop(system)}), *messages]
+    inputs = {name: parse_field(fields.pop(name), name, kind) for name, kind in INPUTS.items() if name in fields}
+    inputs |= inputs.pop("chat_template_kwargs", {})
+    return messages, inputs, fields
 
 
 def parse_field(value, name: str, kind: type = list):

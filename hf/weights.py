@@ -219,17 +219,16 @@ def load_model(
     folder = local_path(str(folder), "folder")
     config = read_config(folder)
     read = open_weights(folder, config)  # first: a wrong size in config.json is no reason to allocate
-    model = empty_model(config, dtype, device)
-    fill_parameters(model, read)
-    return model
+    return make_model(config, read, dtype, device)
 
 
-def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """A model for evaluation with uninitialised parameters in `dtype`."""
+def make_model(config: ModelConfig, read: Read, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """A model for evaluation with parameters in `dtype`."""
     with torch.device("meta"):
         model = Transformer(config, dtype).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
+    fill_parameters(model, read)
     return model.eval()
 
 
