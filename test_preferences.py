@@ -256,29 +256,21 @@ def test_ranks_meshes_and_micro_batches_do_not_change_the_losses(tmp_path, pairs
 
 # ---- rows in the wild
 
-U, C, R = (
-    {"role": "user", "content": "Q?"},
-    {"role": "assistant", "content": "yes"},
-    {"role": "assistant", "content": "no"},
-)
-ROWS = {
-    "texts": {"prompt": "Q?", "chosen": "yes", "rejected": "no"},
-    "lists": {"prompt": [U], "chosen": [C], "rejected": [R]},
-    "whole": {"chosen": [U, C], "rejected": [U, R]},
-    "prompt and whole": {"prompt": "Q?", "chosen": [U, C], "rejected": [U, R]},
-    "with a copy of the chosen one": {"prompt": "Q?", "chosen": [U, C], "rejected": [U, R], "messages": [U, C]},
-    "instruction": {"instruction": "Q?", "input": "", "chosen": "yes", "rejected": "no"},
-    "question": {"question": "Q?", "chosen": "yes", "rejected": "no"},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "Q?"}],
-        "chosen": {"from": "gpt", "value": "yes"},
-        "rejected": {"from": "gpt", "value": "no"},
-    },
-    "openai": {"input": {"messages": [U]}, "preferred_output": [C], "non_preferred_output": [R]},
-}
+U, C = {"role": "user", "content": "Q?"}, {"role": "assistant", "content": "yes"}
+R = C | {"content": "no"}
+ROWS = [
+    {"prompt": "Q?", "chosen": "yes", "rejected": "no"}, {"prompt": [U], "chosen": [C], "rejected": [R]},
+    {"chosen": [U, C], "rejected": [U, R]}, {"prompt": "Q?", "chosen": [U, C], "rejected": [U, R]},
+    {"prompt": "Q?", "chosen": [U, C], "rejected": [U, R], "messages": [U, C]},
+    {"instruction": "Q?", "input": "", "chosen": "yes", "rejected": "no"},
+    {"question": "Q?", "chosen": "yes", "rejected": "no"},
+    {"conversations": [{"from": "human", "value": "Q?"}], "chosen": {"from": "gpt", "value": "yes"},
+     "rejected": {"from": "gpt", "value": "no"}},
+    {"input": {"messages": [U]}, "preferred_output": [C], "non_preferred_output": [R]},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("row", ROWS)
 def test_rows_of_all_forms_are_the_same_pair(row):
     chosen, rejected = find_pair(row, ())
     assert chosen[0] == [U, C] and rejected[0] == [U, R]
@@ -289,11 +281,8 @@ def test_a_system_prompt_and_earlier_answers_are_not_trained():
     assert find_pair(row, ())[0][0][0] == {"role": "system", "content": "S"}
     earlier = {"chosen": [U, C, U, C], "rejected": [U, C, U, R]}
     assert [message.get("weight") for message in find_pair(earlier, ())[1][0]] == [None, 0, None, None]
-
-
-def test_a_pair_that_differs_before_its_last_answer_is_refused():
     with pytest.raises(UserError, match="differ before their last answer"):
-        find_pair({"chosen": [U, C, U, C], "rejected": [U, R, U, R]}, ())
+        find_pair(earlier | {"rejected": [U, R, U, R]}, ())
 
 
 def test_pairs_that_say_nothing_or_do_not_fit_are_dropped_and_counted(tmp_path, caplog):
@@ -338,16 +327,12 @@ def test_swapped_answers_turn_the_first_gradient_around():
     torch.testing.assert_close(gradients[0], -gradients[1], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--dpo simpo", "needs a --dpo_beta"),
-        ("--dpo ipo --label_smoothing 0.1", "--label_smoothing has no effect without --dpo sigmoid"),
-        ("--dpo sigmoid --stream", "neither with --stream"),
-        ("--dpo sigmoid --context_parallel 2", "nor with --context_parallel"),
-        ("--dpo_beta 0.1", "--dpo_beta has no effect without --dpo"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--dpo simpo", "needs a --dpo_beta"), ("--dpo sigmoid --stream", "neither with --stream"),
+    ("--dpo ipo --label_smoothing 0.1", "--label_smoothing has no effect without --dpo sigmoid"),
+    ("--dpo sigmoid --context_parallel 2", "nor with --context_parallel"),
+    ("--dpo_beta 0.1", "--dpo_beta has no effect without --dpo"),
+])  # fmt: skip
 def test_flags_that_do_not_fit_are_refused(words, message):
     with pytest.raises(UserError, match=message):
         settled_args(words.split())

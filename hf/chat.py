@@ -221,9 +221,8 @@ def _read_message(message) -> dict:
     role = SPEAKERS.get(str(speaker), speaker)
     out = {name: value for name, value in message.items() if value not in EMPTY and name not in TURN}
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):  # else it is refused later
-            content = "".join(texts)
+        with contextlib.suppress(KeyError, TypeError):  # other parts are refused later
+            content = "".join(part["text"] for part in content)
     weights = [out.pop(name) for name in WEIGHTS if name in out]
     if any(weight not in (0, 1) or (weight == 1 and role != "assistant") for weight in weights):
         raise UserError(f"a weight is 0 for a message without training, and 1 for answers only: {message!r:.200}")
@@ -409,8 +408,8 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     begin = len(text[:words_begin].rstrip(" "))
     header = prompt.removeprefix(commonprefix([prompt, render(messages[:k])]))
-    pieces = re.finditer(rf"{control.pattern}|\s+|\S+?(?={control.pattern}|\s|$)", header)
-    for stop in reversed([piece.end() for piece in pieces]):
+    stops = accumulate(map(len, re.split(rf"({control.pattern}|\s+)", header)))
+    for stop in reversed([*filter(None, stops)]):
         if (at := text.rfind(header[:stop], last_end, words_begin)) >= 0:
             begin = at + stop
             break

@@ -39,8 +39,8 @@ from shard import fill_parameters
 
 logger = logging.getLogger("flatland")
 tell_once = cache(logger.info)
-# Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
-IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+# Masks and frequencies that older versions of transformers stored.
+IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 PICTURES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")  # tensors that a text part does not have
 HEAD = "lm_head.weight"
 FLOATS = torch.float32, torch.float16, torch.bfloat16  # the dtypes that weights may have
@@ -85,7 +85,7 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
 def _reader(folder, plan, files, remedy=""):
     """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
     expected = {piece.name: piece.stored for row in plan.values() for piece in row}
-    stored, wrong, head = {}, [], None  # stored: the file of each tensor, its name there, and its dtype
+    stored, wrong = {}, []  # stored: the file of each tensor, its name there, and its dtype
     for file in files:
         for name, (dtype, shape) in file.entries.items():
             if picture := PICTURES.match(name):
@@ -98,8 +98,7 @@ def _reader(folder, plan, files, remedy=""):
                 wrong.append(f"{name} is {list(shape)} {dtype}, expected {list(expected[full])}")
             if full in expected or not IGNORED.search(bare):
                 stored[full] = file, name, dtype
-            elif bare == HEAD:
-                head = partial(file.read, name)
+    head = HEAD not in expected and stored.pop(HEAD, None)  # a tied model's
     missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
     if wrong or missing or extra:
         problems = {"missing": missing, "unexpected": extra, "of another shape or dtype": wrong}
@@ -118,13 +117,10 @@ def _reader(folder, plan, files, remedy=""):
         return assemble(slices, [s.stop for s in row[-1].place], dtype, sources)
 
     if head:
-        whole = slice(None), slice(None)
+        (file, name, _), whole = head, (slice(None), slice(None))
         values = read("embed_tokens.weight", whole)
-        if not torch.equal(head(whole).to(values.dtype), values):
-            raise UserError(
-                f"{folder}: {HEAD} differs from the embedding, but config.json ties them: set its"
-                " tie_word_embeddings to false to use this head"
-            )
+        if not torch.equal(file.read(name, whole).to(values.dtype), values):
+            raise UserError(f"{folder}: {HEAD} is not the embedding: set its tie_word_embeddings to false to use it")
     return read
 
 
