@@ -570,10 +570,9 @@ def newest(run: Path) -> Checkpoint:
     if not is_one:
         refuse_empty(run)
     saved, _ = find(Config(out=str(run), resume=str(run) if is_one else "auto"))
-    text, best = f"{run}, step {saved.step}", saved.manifest.get("best")
-    if best and not is_one and best["step"] < saved.step:
-        text += f"; the best by {best['name']} is {step_folder(run, best['step'])}"
-    print(text, file=sys.stderr)
+    best = saved.manifest.get("best", saved.manifest)["step"]
+    hint = f"; the best one is {step_folder(run, best).name}" * (best != saved.step)
+    print(f"{run}, step {saved.step}{hint}", file=sys.stderr)
     return saved
 
 
