@@ -94,7 +94,6 @@ TOLERANCE = {
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 # Folders that a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
 MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")
-WRITTEN = re.compile(r"rank-[-0-9]+\.safetensors|manifest\.json(\.tmp-.*)?")  # the files in them
 logger = logging.getLogger("flatland")
 
 
@@ -365,18 +364,16 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, L
 def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> None:
     """Writes the manifest and renames the folder, which completes the checkpoint. Then removes old ones. Rank 0 calls
     this last."""
-    path = temporary / "manifest.json"
     text = json.dumps(manifest | {"crc32": _crc_of(manifest)}, default=vars)
-    retry(partial(write_whole, path, text, sync=True), path)
+    write_whole(temporary / "manifest.json", text, sync=True)
     if config.keep_every and manifest["step"] % (config.keep_every * config.save_every) == 0:
         (temporary / "keep").touch()
     fsync_path(temporary)
     os.rename(temporary, folder)
-    # What fails from here on must not fail the save: its next try could not rename.
     run = folder.parent.parent
-    for changed in (folder.parent, run):  # the first save creates folder.parent
-        retry(partial(fsync_path, changed), changed)
-    try:
+    try:  # what fails from here on must not fail the save: its next try could not rename
+        for changed in (folder.parent, run):  # the first save creates folder.parent
+            fsync_path(changed)
         remove_old(run, config.keep, manifest.get("best", {"step": 0})["step"])
     except OSError as e:
         logger.warning(f"Old checkpoints stay until the next save: {e}")
@@ -394,12 +391,9 @@ def remove_old(run: Path, keep: int, best: int = 0) -> None:
 
 
 def _may_remove(path: Path) -> bool:
-    """Whether a run wrote this folder in checkpoints/ and everything in it. A file of another name, like `keep`, keeps
-    a complete checkpoint."""
-    if not MADE.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-        return False
-    names = {p.name for p in path.iterdir()} - ({"keep"} if ".tmp-" in path.name else set())
-    return all(map(WRITTEN.fullmatch, names))
+    """Whether a run made this folder in checkpoints/, and no file `keep` keeps it for good."""
+    is_made = MADE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    return is_made and (".tmp-" in path.name or not (path / "keep").exists())
 
 
 def _crc_of(manifest: dict) -> int:

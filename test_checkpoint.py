@@ -276,8 +276,8 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
 
 
 def test_rotation_removes_only_what_runs_wrote(tmp_path):
-    """--keep_every 2 with --save_every 2 keeps steps 4 and 8 for good. What a user puts next to the checkpoints or into
-    one stays, whatever its name; the rest of an interrupted save goes."""
+    """--keep_every 2 with --save_every 2 keeps steps 4 and 8 for good, and a file `keep` keeps step 6. What a user puts
+    next to the checkpoints stays, whatever its name; the rest of an interrupted save goes."""
     config, model, optimizer = make_state(tmp_path, "--keep", "2", "--save_every", "2", "--keep_every", "2")
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     mine = ["step-00000002.good", "step-2", "step-00000001.tmp-x", "notes.tmp-1", "step-00000002-b"]
@@ -292,14 +292,14 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
     for step in (2, 4, 6, 8, 10, 12):
         saved = save(tmp_path, step, model, optimizer, {}, config)
         if step == 6:
-            (saved / "why.txt").write_text("the best one")
+            (saved / "keep").write_text("the best one")
     kept = [f"step-{step:08d}" for step in (4, 6, 8, 10, 12)]
     assert {p.name for p in folder.iterdir()} == {*kept, *mine, "step-00000001.damaged", "step-00000003"}
-    assert [(folder / name / "keep").exists() for name in kept] == [True, False, True, False, True]
+    assert [(folder / name / "keep").exists() for name in kept] == [True, True, True, False, True]
     assert (elsewhere / "manifest.json").exists()
     assert checkpoint.find(config)[0].step == 12
     checkpoint.clean(tmp_path, 4)
-    assert [*folder.glob("step-00000006.damaged*/why.txt")]
+    assert [*folder.glob("step-00000006.damaged*/keep")]
 
 
 def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoint:

@@ -443,10 +443,8 @@ at_step({first}, lambda: fail_disk({files!r}, {errno.ESTALE}, lambda: works))
 at_step({first} + 50, lambda: works.append(True))
 at_step(99, threading.Timer(6, works.append, [True]).start)
 {SLOWER.format(0.02)}"""
-    run, flags = (
-        tmp_path / "run",
-        ["--save_every", 40, "--sample_every", 5, "--track", "tensorboard", "--eval_every", 40],
-    )
+    run = tmp_path / "run"
+    flags = ["--save_every", 40, "--sample_every", 5, "--track", "tensorboard", "--eval_every", 40]
     run_job(run, text, *flags, "--steps", 100, code=code)
     assert_ended(run, "finished", "")
     log = (run / "log.txt").read_text()
