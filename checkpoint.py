@@ -253,7 +253,7 @@ class Saver(AbstractContextManager):
             if last:
                 self.failures = 0
             tries = TRIES if last else 2
-            self.writing = self.thread.submit(self._try, manifest, tensors, layouts, copies, tries)
+            self.writing = self.thread.submit(self._write, manifest, tensors, layouts, copies, tries)
             if not copies:
                 self.wait()
         return 1e3 * (time.perf_counter() - begin)
@@ -264,7 +264,7 @@ class Saver(AbstractContextManager):
             with self.run.phase("saves"):
                 self.writing.result()
 
-    def _try(
+    def _write(
         self,
         manifest: dict,
         tensors: dict[str, Tensor],
@@ -272,46 +272,37 @@ class Saver(AbstractContextManager):
         copies: bool,
         tries: int,
     ) -> None:
-        """Runs in the thread. Copies this rank's shards, if training goes on, and saves them; see Saver."""
-
-        def copy() -> dict[str, Tensor]:
-            try:
-                return self.copies.make(tensors) if copies else tensors
-            finally:
-                self.optimizer.may_update.set()
-
-        shards = on_every_rank(copy, self.ranks_of_thread)
+        """Runs in the thread: every rank copies its shards, if training goes on, and writes them. Then rank 0 writes
+        the manifest. See Saver."""
+        begin, ranks = time.perf_counter(), self.ranks_of_thread
+        folder = step_folder(self.run.folder, manifest["step"])
+        temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
+        try:
+            shards = on_every_rank(lambda: self.copies.make(tensors) if copies else tensors, ranks)
+        finally:
+            self.optimizer.may_update.set()
         for number in range(tries):
             if number:
                 time.sleep(PAUSE)
             try:
-                self._write(manifest, shards, layouts)
+                files = on_every_rank(lambda: _write_shards(temporary, shards, layouts, ranks.rank), ranks)
+                files = sum(gather(files, ranks), [])
+                whole = manifest | {"tensors": layouts, "files": files}
+                on_first_rank(partial(_commit, temporary, folder, whole, self.config), ranks)
+                size, seconds = sum(row["bytes"] for row in files) / 1e9, time.perf_counter() - begin
+                logger.info(f"Saved {folder.name}: {size:.3f} GB in {seconds:.1f} s")
                 self.failures = 0
                 return
             except Exception as error:  # of any rank
                 what = describe_error(error)[1]
+            # The others wait: none may write into the folder while it is removed.
+            on_first_rank(partial(shutil.rmtree, temporary, ignore_errors=True), ranks)
             self.failures += 1
             message = f"Saves that have failed in a row: {self.failures} of {TRIES}: {what}"
             if self.failures == TRIES:
                 stopped_by = self.run.stopped_by
                 raise Failure(f"Stopped by {stopped_by} without a save. " * bool(stopped_by) + message)
             logger.warning(f"{message}. It is tried again")
-
-    def _write(self, manifest: dict, shards: dict[str, Tensor], layouts: dict[str, Layout]) -> None:
-        """Every rank writes its shards, then rank 0 writes the manifest."""
-        begin, ranks = time.perf_counter(), self.ranks_of_thread
-        folder = step_folder(self.run.folder, manifest["step"])
-        temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
-        try:
-            files = on_every_rank(lambda: _write_shards(temporary, shards, layouts, ranks.rank), ranks)
-            manifest = manifest | {"tensors": layouts, "files": sum(gather(files, ranks), [])}
-            on_first_rank(lambda: _commit(temporary, folder, manifest, self.config), ranks)
-        except Exception:  # of any rank
-            if ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        size = sum(row["bytes"] for row in manifest["files"])
-        logger.info(f"Saved {folder.name}: {size / 1e9:.3f} GB in {time.perf_counter() - begin:.1f} s")
 
 
 def name_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -480,8 +471,8 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
 
 def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
     """(step, whether it is intact, its fault or "") of each checkpoint of a run, oldest first."""
-    faults = {step_of(folder): fault_of(folder, checksums=checksums) for folder in folders(Path(run))}
-    return [(step, not fault, fault) for step, fault in faults.items()]
+    faults = ((step_of(folder), fault_of(folder, checksums=checksums)) for folder in folders(Path(run)))
+    return [(step, not fault, fault) for step, fault in faults]
 
 
 # ---- loading

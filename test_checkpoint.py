@@ -205,9 +205,7 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
 
 
 class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
+    names = set()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.names.add(operator.name().split(".")[0])
@@ -245,14 +243,11 @@ def test_slow_saves_have_the_values_of_their_step(tmp_path, monkeypatch, chunk):
             saver.wait()
             for copy in saver.copies.copies.values():
                 copy.fill_(math.nan)
-        checksums.append([row["crc32"] for folder in checkpoint.folders(tmp_path / mode) for row in files_of(folder)])
+        manifests = map(checkpoint.read_manifest, checkpoint.folders(tmp_path / mode))
+        checksums.append([row["crc32"] for manifest in manifests for row in manifest["files"]])
         monkeypatch.setattr(HostCopies, "make", lambda *args: (time.sleep(0.1), make(*args))[1])
         monkeypatch.setattr(checkpoint, "write_file", lambda *args: (time.sleep(0.1), write(*args)))
     assert checksums[0] == checksums[1] and len({*checksums[0]}) == 3
-
-
-def files_of(folder: Path) -> list[dict]:
-    return checkpoint.read_manifest(folder)["files"]
 
 
 def test_keep_does_not_count_damaged_checkpoints(tmp_path):

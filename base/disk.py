@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from base import disk
 from base.errors import Failure, Message, UserError
 
 BLOCK = 2**24  # bytes per read when checksums are computed
@@ -141,7 +140,7 @@ def retry(work: Callable, path: Path | str = "", transient: Callable[[Exception]
     for wait in (*WAITS, None):
         try:
             result = work()
-            disk.advance()
+            advance()
             return result
         except Exception as e:
             if isinstance(e, OSError) and e.errno and path:
@@ -169,7 +168,7 @@ def checksum(path: Path) -> int:
         with open(path, "rb", buffering=0) as file:
             while block := file.read(BLOCK):
                 crc = zlib.crc32(block, crc)
-                disk.advance()
+                advance()
         return crc
 
     return retry(read, path)
