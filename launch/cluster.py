@@ -38,13 +38,14 @@ if __name__ == "__main__":
 
 from filelock import Timeout
 
-from base.disk import LEASE, lease, read_json, write_json
+from base.disk import LEASE, free_space, lease
 from config import parse_args
 from doctor import PATIENCE, Host, ask, read_job, say, survey, verb_doctor, verb_sync
-from node import FOLLOWED, KILLED, START_LIMIT, read, tail
+from node import FOLLOWED, KILLED, START_LIMIT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
+FULL = 2**20  # free bytes below which a disk counts as full
 SUPERVISOR_LOCK = "logs/supervisor.lock"
 
 
@@ -92,7 +93,7 @@ def state_of(out: Path) -> State:
     if supervised and state in EXIT:  # rank 0 is done, but not the agents
         state, message = "running", ""
     elif not supervised and state not in EXIT and not is_held(out / "lock"):  # of the job, see job/job.py
-        state, message = "failed", "dead: it ended without a message, or the disk is full"
+        state, message = "failed", "dead: it ended without a message"
     return State(state, status.get("step", 0), message)
 
 
@@ -107,7 +108,7 @@ class Supervisor:
         start_logging(self.out, on_screen=False)
 
     def write_status(self, state: str, message: str = "") -> State:
-        """Writes status.json, unless the disk is full, and a failure into log.txt."""
+        """Writes status.json, and a failure into log.txt. A full disk is named when the attempt is judged."""
         status = State(state, read_json(self.out / "status.json").get("step", 0), message)
         more = {"exit_code": EXIT.get(state), "attempt": self.job.get("id"), "time": time.time()}
         with contextlib.suppress(OSError):
@@ -194,6 +195,8 @@ class Supervisor:
             message = error["message"]
         if output := error.get("tail", "").rstrip():
             logger.error(f"---- the end of {error['file']}\n{output}\n----")
+        if free_space(self.out)[0] < FULL:
+            message += f"; the disk of {self.out} is full: free some space, then run the same command again"
         return "failed", message
 
 

@@ -24,11 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
-from base.disk import ROOT, read_json, write_json
+from base.disk import ROOT
 from base.errors import prepare_python
 
 THIS_FILE = f"{ROOT}/launch/node.py"
@@ -79,6 +78,26 @@ def read(path):
         return ""
 
 
+def read_json(path):
+    """{} if the file is missing or not JSON. It does not wait for a disk that fails, as that of base/disk.py does."""
+    try:
+        return json.loads(read(path))
+    except ValueError:
+        return {}
+
+
+def write_json(path, value):
+    """Replaces a file in one step: a reader sees the old content or the new content. On a full disk the old file is
+    overwritten instead, because it has room."""
+    temporary, text = path.with_suffix(".new"), json.dumps(value, indent=1) + "\n"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        path.write_text(text)
+
+
 def tail(path, lines):
     """The last lines of a file; empty if it cannot be read."""
     command = ["tail", "-n", str(lines), path]
@@ -111,7 +130,7 @@ def kill_all(logs):
 
 def agent(parcel):
     """Is the agent of the request that `start` has left in a file."""
-    request = read_json(Path(parcel))
+    request = read_json(parcel)
     os.unlink(parcel)
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -142,7 +161,7 @@ def join(out, attempt, ranks, port, meet, addresses, *words):
 def outcome(out, attempt, ranks, *nodes):
     """Prints how an attempt under Slurm ended, in a word of status.json or `none`, and the node that failed first: that
     of the last rank in the message, because those that wait name the one that is behind."""
-    status, node = read_json(Path(out, "status.json")), ""
+    status, node = read_json(f"{out}/status.json"), ""
     state = status["state"] if status.get("attempt") == attempt else "none"
     files = Path(out).glob(f"logs/*/{attempt}/*/attempt_*/*/error.json")
     error = min(map(read_json, files), key=lambda error: error.get("order", FOLLOWED), default={})
@@ -161,16 +180,19 @@ def run_agent(request):
     os.dup2(os.open(logs / "agent.stderr.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: (logs.parents[1] / "stop").touch())
-    choose_interface(request["node"], request["first"], request["last"])
     prepare_python()  # raises the limit of open files: the first machine's torchrun has two connections to each rank
     # Seconds that ranks have to save when torchrun ends. torch 2.11 has no flag for it.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     if request["slots"] > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // request["slots"])))
     flags = [flag.format(**request, logs=logs) for flag in TORCHRUN]
-    status = torchrun(logs, [*flags, f"{ROOT}/train.py", *request["words"]])
-    kill_all(logs)
-    write_json(logs / "agent.json", {"exit": status})
+    status = 1
+    try:
+        choose_interface(request["node"], request["first"], request["last"])
+        status = torchrun(logs, [*flags, f"{ROOT}/train.py", *request["words"]])
+    finally:
+        kill_all(logs)
+        write_json(logs / "agent.json", {"exit": status})
     return status
 
 
@@ -191,10 +213,10 @@ def torchrun(logs, words):
                 # torchrun ends ranks with SIGTERM, later with SIGKILL. NCCL aborts a rank whose peers do not answer.
                 follows = late or code in (-signal.SIGTERM, -signal.SIGABRT)
                 order = FOLLOWED if follows else KILLED
-                write_json(file, {"order": order, "message": describe_end(f"rank {rank} on {logs.parent.name}", code)})
-    except Exception:
-        traceback.print_exc()
-    return 1
+                message = describe_end(f"rank {rank} on {logs.parent.name}", code)
+                with contextlib.suppress(OSError):  # the disk is full
+                    write_json(file, {"order": order, "message": message})
+        return 1
 
 
 def describe_end(who, status):

@@ -246,11 +246,11 @@ def test_the_status_of_another_job_in_the_folder_does_not_count(supervisor, stat
 
 @pytest.mark.parametrize("state, attempt, lock, expected", [
     ("running", "7-0", "lock", ("running", "m")),  # Slurm's
-    ("running", "7-0", "", ("failed", "dead: it ended without a message, or the disk is full")),
+    ("running", "7-0", "", ("failed", "dead: it ended without a message")),
     ("stopped", "7-0", "", ("stopped", "m")),
     ("waiting", "x", cluster.SUPERVISOR_LOCK, ("waiting", "m")),
     ("finished", "x", cluster.SUPERVISOR_LOCK, ("running", "")),  # its agents have not ended
-    ("waiting", "x", "", ("failed", "dead: it ended without a message, or the disk is full")),
+    ("waiting", "x", "", ("failed", "dead: it ended without a message")),
     (None, "", "lock", ("running", "")),  # it has just begun
 ])  # fmt: skip
 def test_the_state_of_a_run_follows_from_its_status_and_its_locks(supervisor, state, attempt, lock, expected):
@@ -337,3 +337,18 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
     supervisor.run()
     assert re.findall("from step-(.*) in", log(supervisor)) == ["00000004", "00000007"]
     assert not list(steps)
+
+
+def test_a_full_disk_is_named(supervisor, monkeypatch):
+    monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
+    assert f"the disk of {supervisor.out} is full" in supervisor.judge(KILLED["errors"][0])[1]
+
+
+def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
+    disk = mount("32k")
+    node.write_json(disk / "status.json", {"state": "running", "message": "x" * 99})
+    with contextlib.suppress(OSError):
+        (disk / "data").write_bytes(bytes(2**20))
+    node.write_json(disk / "status.json", {"state": "failed"})
+    assert node.read_json(disk / "status.json") == {"state": "failed"}
+    assert {path.name for path in disk.iterdir()} == {"status.json", "data"}
