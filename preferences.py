@@ -38,7 +38,7 @@ from torch import Tensor
 
 from base import disk
 from base.errors import UserError
-from base.ranks import gather, on_first_rank
+from base.ranks import gather, on_every_rank, on_first_rank
 from config import Config
 from shard import free_gathered
 
@@ -152,6 +152,8 @@ def make_objective(config, run, model, weight_scales, data, val_data, resume_fro
         logger.info(f"Computed the reference of the pairs in {time.perf_counter() - begin:.1f} s")
     for loader, reference in zip(loaders, values, strict=True):
         loader.reference = reference
+    if resume_from:
+        on_every_rank(lambda: [*map(len, val_data or ())], ranks)  # refuses --eval_batches that adds pairs, now
     return objective
 
 
