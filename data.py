@@ -394,9 +394,12 @@ def main(argv: list[str]) -> None:
     verb = VERBS["show"]
     parser = Parser(verb["flags"], prog="data.py show", description=verb["help"])
     args, words = parser.parse_known_args(argv[1:])
-    if args.run and words:
-        raise UserError(f"show --run takes no {words[0]}: the run has its flags")
-    loader = make_loader(from_json(read_object(args.run / "flags.json")) if args.run else parse_args(words))
+    if args.run:
+        parser.parse_args(argv[1:])  # refuses other flags, because the run has its own
+        config = from_json(read_object(args.run / "flags.json"))
+    else:
+        config = parse_args(words)
+    loader = make_loader(config)
     rows = args.n or (loader.step_rows if args.step else 3)
     for text in show(loader, args.step or 1, rows):
         print(text, flush=True)

@@ -49,11 +49,6 @@ def shard(path, tokens, kind=GPT2, **header):
     return path
 
 
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
-    return path
-
-
 def headerless(path, tokens, dtype="<u2"):
     path.write_bytes(np.asarray(tokens).astype(dtype).tobytes())
     return path
@@ -81,19 +76,6 @@ def test_headers(tmp_path, kind, delimiter):
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
     c = config(headerless(tmp_path / "raw.bin", tokens, kind[2]), data_dtype=np.dtype(kind[2]).name)
     assert read(c) + read(c, "val") == tokens.tolist() and open_split(c, "train").delimiter is None
-
-
-@pytest.mark.parametrize("make, pattern", [
-    (lambda p: shard(p / "a.bin", range(50), version=7), "a.bin is damaged: 100 bytes do not fit its header"),
-    (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "98 bytes do not fit"),
-    (lambda p: cut(shard(p / "a.bin", range(50)), 500), "500 bytes without llm.c's header.*--data_dtype"),
-    (lambda p: cut(headerless(p / "a.bin", range(50)), 99), "99 bytes.*uint16$"),
-    (lambda p: headerless(p / "a.bin", []), ": 0 bytes.*uint16"),
-])  # fmt: skip
-def test_bad_files_are_named(tmp_path, make, pattern):
-    path = make(tmp_path)
-    message = refused(read, config(path, data_dtype="uint16" if "uint16" in pattern else ""))
-    assert str(path) in message and re.search(pattern, message)
 
 
 def test_folders_globs_and_lists(tmp_path):
@@ -136,7 +118,7 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
     else:
         shard(folder / "train-00100.bin", range(1, 101))
     assert make_loader(c).fingerprint != loader.fingerprint
-    cut(folder / "train-00007.bin", 1222)
+    os.truncate(folder / "train-00007.bin", 1222)
     assert "00007.bin" in refused(make_loader, c)
     with pytest.raises(UserError, match="00007.bin on .* is shorter than at the start"):
         loader.sources[0].read(790, 801)
@@ -340,7 +322,7 @@ def test_show_prints_the_rows_of_a_step(tmp_path, capsys, stream):
     shown = capsys.readouterr().out.split("--- row ")[1:]
     expected = [bytes(t for t in row if t < 256).decode() for row in steps[3][0].tokens.tolist()]
     assert len(shown) == 6 and all(text.splitlines()[1] in "".join(shown[3:]) for text in expected)
-    assert "show --run takes no --seq_len" in refused(main, ["show", "--run", str(tmp_path), "--seq_len", "3"])
+    assert "arguments: --seq_len 3" in refused(main, ["show", "--run", str(tmp_path), "--seq_len", "3"])
 
 
 def test_the_bytes_of_evaluated_text(tmp_path):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import struct
 import sys
 import zipfile
 from pathlib import Path
@@ -239,6 +240,10 @@ def test_command_line(tmp_path, capsys):
     assert "is not prepared to its end" in refused(data.main, ["show", "--data", str(out)])
 
 
+def header(tokens: int, version=1) -> bytes:
+    return struct.pack("<3i", 20240520, version, tokens).ljust(1024, b"\0")
+
+
 BAD = {
     "no bytes": ("a.json.gz", b"", "no rows are left"),
     "gzip cut": ("a.json.gz", gzip.compress(jsonl(ROWS))[:-200], r"gz: .*cut short, .* after row \d+"),
@@ -256,6 +261,11 @@ BAD = {
     "CSV names": ("a.csv", b"text,text\na,b\n", "line 2 has not .* each of another name"),
     "CSV row": ("a.csv", b"text,n\na,1\n\na, b,1\n", "line 4 has not .* quotes"),
     "CSV quote": ("a.csv", b'text\n"a', "not csv in .*: unexpected end"),
+    "version": ("a.bin", header(50, 7) + bytes(100), "a.bin is damaged: 100 bytes do not fit its header"),
+    "shard cut": ("a.bin", header(50) + bytes(98), "98 bytes do not fit"),
+    "no header": ("a.bin", bytes(500), "500 bytes without llm.c's header.*--data_dtype"),
+    "odd": ("a.bin", bytes(99), "99 bytes.*uint16$"),
+    "empty": ("a.bin", b"", ": 0 bytes.*uint16$"),
     "parquet": ("a.parquet", b"PAR1", "not parquet|needs pyarrow: .* -m pip install pyarrow"),
 }  # fmt: skip
 
@@ -263,7 +273,8 @@ BAD = {
 @pytest.mark.parametrize("name, content, pattern", BAD.values(), ids=BAD)
 def test_bad_input_is_named(tmp_path, name, content, pattern):
     (tmp_path / name).write_bytes(content)
-    message = refused(run, [tmp_path / name], tmp_path / "out")
+    flags = ["--data_dtype", "uint16"] * pattern.endswith("uint16$")
+    message = refused(open_alone, settled_args(["--data", str(tmp_path / name), *flags]))
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
 
 
