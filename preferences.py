@@ -57,38 +57,32 @@ def pair_sums(losses: Tensor, batch) -> tuple[Tensor, Tensor]:
     return sums.view(2, -1, pairs, 2).unbind()
 
 
-def pair_losses(logp: Tensor, tokens: Tensor, reference: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """log p, trained tokens and reference [..., 2] of chosen and rejected answers -> (the loss of each pair, the
-    rewards [..., 2] of its answers: beta s, and for simpo beta log p / n)."""
+def pair_loss(config: Config, batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The objective of a data.Batch with pairs. losses: of its tokens, [B, T]. -> (the loss summed over the pairs;
+    their number; the sums of FIGURES, fp64 without gradient)"""
     kind, beta = config.dpo, config.dpo_beta
-    score = logp if kind == "simpo" else logp - reference
+    pairs = batch.pairs >= 0  # [B, P]: a row has up to P pairs
+    logp, tokens = pair_sums(losses, batch)  # [B, P, 2], as the reference: of chosen and rejected answers
+    tokens = tokens.clamp(min=1)  # places without a pair have none
+    score = logp if kind == "simpo" else logp - batch.reference
     reward = score if kind == "sigmoid" else score / tokens
-    chosen, rejected = reward.unbind(-1)
-    margin = chosen - rejected
+    margin = reward[..., 0] - reward[..., 1]
     if kind == "ipo":
-        losses = (margin - 1 / (2 * beta)).square()
+        each = (margin - 1 / (2 * beta)).square()
     else:
         margin = beta * margin
         if kind == "simpo":
             margin = margin - config.simpo_gamma
         e = config.label_smoothing
-        losses = -(1 - e) * F.logsigmoid(margin)
+        each = -(1 - e) * F.logsigmoid(margin)
         if e:
-            losses = losses - e * F.logsigmoid(-margin)
+            each = each - e * F.logsigmoid(-margin)
     if config.dpo_sft:
-        losses = losses - config.dpo_sft * (logp / tokens)[..., 0]
-    return losses, beta * (reward if kind == "simpo" else score).detach()
-
-
-def pair_loss(config: Config, batch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The objective of a data.Batch with pairs. losses: of its tokens, [B, T]. -> (the loss summed over the pairs;
-    their number; the sums of FIGURES, fp64 without gradient)"""
-    pairs = batch.pairs >= 0  # [B, P]: a row has up to P pairs
-    logp, tokens = pair_sums(losses, batch)
-    tokens = tokens.clamp(min=1)  # places without a pair have none
-    each, rewards = pair_losses(logp, tokens, batch.reference, config)
+        each = each - config.dpo_sft * (logp / tokens)[..., 0]
     loss = torch.where(pairs, each, 0).sum()
-    chosen, rejected = rewards.unbind(-1)
+
+    # Reported rewards are beta s, and for simpo beta log p / n.
+    chosen, rejected = (beta * (reward if kind == "simpo" else score).detach()).unbind(-1)
     figures = torch.stack(
         (chosen, rejected, (chosen > rejected).float(), chosen - rejected, *logp.detach().unbind(-1)), -1
     )

@@ -316,13 +316,14 @@ def render_chat(
             message |= dict.fromkeys(REASONING[:2], reasoning[0])
     inputs, messages = map_values([inputs, messages], lambda text: _break_up(text, control))
 
-    def render(messages, asks=False):
+    def render(messages, asks=None):
+        asks = messages[-1]["role"] != "assistant" if asks is None else asks
         try:
             return compiled.render(messages=messages, add_generation_prompt=asks, **inputs)
         except Exception as e:  # of any kind
             raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
-    text = render(messages, messages[-1]["role"] != "assistant")
+    text = render(messages)
     answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if OPEN in text:
         parts = re.split(f"[{OPEN}{CLOSE}]", text)
@@ -394,20 +395,20 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
     The conversation is rendered with another answer here: the characters that differ are the answer's words. The place
     begins behind the last copy of the header, by which the prompt is longer than the question, and ends with the next
     control token. Where the header opens a thought that the answer closes at once, only its beginning is there."""
-    other, asks = {"role": "assistant", "content": OTHER}, messages[-1]["role"] != "assistant"
+    other = {"role": "assistant", "content": OTHER}
     try:
-        changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
+        changed = render([*messages[:k], other, *messages[k + 1 :]])
     except UserError:  # a tool's answer needs the call
         other_function = {"function": {"name": OTHER, "arguments": {}}}
         other["tool_calls"] = [call | other_function for call in messages[k].get("tool_calls", [])]
-        changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
+        changed = render([*messages[:k], other, *messages[k + 1 :]])
     if OTHER not in changed:
         return 0, 0
     words_begin = len(commonprefix([text, changed]))
     words_end = len(text) - len(commonprefix([text[::-1], changed[::-1]]))
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     begin = len(text[:words_begin].rstrip(" "))
-    header = prompt.removeprefix(commonprefix([prompt, render(messages[:k])]))
+    header = prompt.removeprefix(commonprefix([prompt, render(messages[:k], False)]))
     stops = accumulate(map(len, re.split(rf"({control.pattern}|\s+)", header)))
     for stop in reversed([*filter(None, stops)]):
         if (at := text.rfind(header[:stop], last_end, words_begin)) >= 0:
