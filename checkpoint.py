@@ -649,9 +649,7 @@ def is_finished(config: Config, step: int) -> bool:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
-        saved = newest(args.run)
-        export_trained(saved, args.out, DTYPES[args.dtype], spec=args.tokenizer)
-        print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
+        export_trained(newest(args.run), args.out, DTYPES[args.dtype], spec=args.tokenizer)
         return 0
     refuse_empty(args.run)
     rows = verify(args.run, checksums=args.verb == "verify")

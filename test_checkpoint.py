@@ -192,7 +192,7 @@ def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     save(tmp_path, 3, model, optimizer, {}, config)
     words = ["export", str(tmp_path), str(tmp_path / "one")]
     assert not checkpoint.main(words)
-    assert "step 3" in capsys.readouterr().out
+    assert "step 3" in capsys.readouterr().err
     exported = load_model(tmp_path / "one")
     assert exported.config == replace(model.config, max_seq_len=config.seq_len)
     assert_same_weights(exported, model)
