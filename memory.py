@@ -29,7 +29,7 @@ from base.tensors import PINNED
 from config import Config
 from hf import lora
 from model import Transformer
-from optim import DTYPES, matrices, stack_alike
+from optim import DTYPES, OPTIMIZERS, matrices, stack_alike
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
@@ -134,7 +134,9 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     with META:
         model = Transformer(config.model_config, dtype, config.attention)
     if config.fp8 != "off":
-        fp8.convert_model(model, config.fp8, config.fp8_skip, META)
+        # A skipped layer with a number in its name may not be among the few blocks.
+        named = tuple(name for name in config.fp8_skip if not re.search(r"\d", name))
+        fp8.convert_model(model, config.fp8, named, META)
     lora.add_adapters(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
     if wrapped:
@@ -167,13 +169,6 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     Memory changes evenly from block to block, so no block in between needs most, and two short models tell the rest."""
     wrapped, n = _is_wrapped(config, cluster), config.model_config.n_layers
     passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
-    # Fields without influence get one value: a trace is kept for all plans that share it. A skipped layer with a number
-    # in its name may not be among the few blocks.
-    named = tuple(name for name in config.fp8_skip if not re.search(r"\d", name))
-    config = replace(
-        config, batch_tokens=0, state_dtype="fp32", save_async=True, offload="none", offload_activations=False,
-        fp8_skip=named,
-    )  # fmt: skip
     two, three = (_trace_blocks(_with_blocks(config, blocks), wrapped, passes) for blocks in (2, 3))
     inputs = 0
     if config.compile != "none" and config.checkpointing == "none" and config.fp8 == "off":
@@ -237,13 +232,13 @@ def kept(config: Config, shards: int) -> list[Kept]:
     see shard.sharded_dim."""
     model, rows = lora.meta_model(_with_blocks(config, 1)), []
     by_muon = matrices(model) if config.optimizer == "muon" else {}
+    moments = len(OPTIMIZERS[config.optimizer].state_names)
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
         size = -(-length // shards) * (p.numel() // length)
-        moments = p.requires_grad * (1 if p in by_muon else 2)
         dtype = config.param_dtype if p.requires_grad else config.dtype
-        state = size * moments * DTYPES[config.state_dtype].itemsize
-        row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, state)
+        state = size * (1 if p in by_muon else moments) * DTYPES[config.state_dtype].itemsize
+        row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, p.requires_grad * state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
     return rows
 

@@ -180,9 +180,9 @@ def make_optimizer(model: nn.Module, config) -> "Optimizer":
         {"params": others, "weight_decay": decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = Muon(by_muon, groups, config) if config.optimizer == "muon" else AdamW(groups, config)
     logger.info("Created optimizer")
-    return optimizer
+    optimizer = OPTIMIZERS[config.optimizer]
+    return Muon(by_muon, groups, config) if optimizer is Muon else optimizer(groups, config)
 
 
 class Optimizer:
@@ -533,3 +533,6 @@ class Muon(AdamW):
             scale = 0.2 * max(matrix.shape[-2:]) ** 0.5
             updates.append((self.orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
         return torch.cat(updates, -2)
+
+
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon}

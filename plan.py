@@ -19,7 +19,7 @@ from typing import NamedTuple
 from base import errors
 from base.disk import amount, free_space
 from base.errors import MEMORY_ADVICE, Parser, UserError, within
-from config import DEFAULT, Config, check_batch, refuse_conflicts, split_batch, with_recipes
+from config import DEFAULT, Config, check_batch, choose_lanes, refuse_conflicts, split_batch, with_recipes
 
 if __name__ == "__main__":
     errors.prepare_python()
@@ -35,7 +35,7 @@ from base.host import GPUS, Gpu
 from base.ranks import Ranks
 from hf import lora
 from inputs import settled_args
-from memory import GIB, Cluster, checkpoint_bytes, elements, memory, micro_batches, muon_stacks, state, trace
+from memory import GIB, META, Cluster, checkpoint_bytes, elements, memory, micro_batches, muon_stacks, state, trace
 from optim import DTYPES
 from shard import mesh_shape
 
@@ -50,7 +50,6 @@ NARROW = 200  # columns: matrices of this width reach half of the rate of very w
 ATTENTION = 0.6  # of the rate of large products
 HIDDEN = 0.9  # of the computation can overlap with transfers
 RELIABLE = 50_000  # hours of a GPU between failures: 419 in 54 days on 16,384 H100 (Llama 3's paper, section 3.3.4)
-IN_FOUR_BITS = "With --quantize nf4 each GPU holds the whole base, in four bits: use larger GPUs or a smaller base."
 HOST_BANDWIDTH = 350e9  # bytes per second of a node's memory, for updates on the CPU
 
 
@@ -131,10 +130,18 @@ class Plan(NamedTuple):
         """GiB."""
         return sum(self.bytes[place].values()) / GIB
 
-    def lacking(self) -> dict[str, float]:
-        """The places without enough memory, and the GiB that each has."""
-        rooms = {"GPU": self.cluster.gpu.gib, "host": self.cluster.host_gib}
-        return {place: room for place, room in rooms.items() if self.needs(place) > room}
+    @property
+    def rooms(self) -> dict[str, float]:
+        """GiB of each place."""
+        return {"GPU": self.cluster.gpu.gib, "host": self.cluster.host_gib}
+
+    def lacking(self) -> list[str]:
+        """The places without enough memory."""
+        return [place for place, room in self.rooms.items() if self.needs(place) > room]
+
+    def describe(self, place: str) -> str:
+        parts = largest(self.bytes[place], ",.1f", GIB)
+        return f"each {place}: {self.needs(place):,.1f} GiB ({parts}) of {self.rooms[place]:,.5g} GiB"
 
 
 def predict(config: Config, cluster: Cluster, least: bool = False) -> Plan:
@@ -145,29 +152,21 @@ def predict(config: Config, cluster: Cluster, least: bool = False) -> Plan:
     return Plan(config, cluster, memory(config, cluster, least), times)
 
 
-def settle(config: Config, cluster: Cluster) -> Config:
-    """Resolves every `auto`. Refuses what train.py refuses, with the same messages."""
-    check_batch(config, cluster.ranks)
-    dtype = "bf16" if config.dtype == "auto" else config.dtype
-    compile = "block" if config.compile == "auto" else config.compile
-    backend = "varlen" if config.attention == "flash" else config.attention  # flash-attn need not be installed here
-    backend = attention.choose_backend(backend, "cuda", dtype, True, config.seq_len, config.model_config.head_dim)
-    config = replace(config, dtype=dtype, compile=compile, attention=backend)
-    refuse_conflicts(config, cluster.ranks)
-    refuse_fp8(config, torch.device("meta"), cluster.ranks)
-    if config.fp8 != "off" and not cluster.gpu.fp8:
-        raise UserError(f"--fp8 {config.fp8}: the {cluster.gpu.name} has no FP8; --fp8 off trains in bf16 there")
-    return config
-
-
-def refuse_fp8(config: Config, device: torch.device, world_size: int) -> None:
-    """Refuses a run whose FP8 this device, these ranks or this model cannot have."""
-    if config.fp8 == "off":
-        return
-    tokens = split_batch(config, world_size)[0] * config.seq_len // config.context_parallel
-    fp8.check_run(config.fp8, tokens, device, config.dtype, config.compile)
-    with torch.device("meta"):
-        fp8.convert_model(transformer.Transformer(config.model_config), config.fp8, config.fp8_skip, device)
+def settle(config: Config, device: torch.device, world_size: int) -> Config:
+    """Gives a run the batch, lanes and attention of these ranks and their device, and refuses what they cannot have.
+    config: dtype and compile without `auto`. device: meta stands for GPUs that are not here."""
+    refuse_conflicts(config, world_size)
+    mesh_shape(config.shard_size, world_size)  # refuses a shard size that does not divide the ranks
+    micro_batch, batch_tokens = split_batch(config, world_size)
+    if config.fp8 != "off":
+        tokens = micro_batch * config.seq_len // config.context_parallel
+        fp8.check_run(config.fp8, tokens, device, config.dtype, config.compile)
+        with META:
+            fp8.convert_model(transformer.Transformer(config.model_config), config.fp8, config.fp8_skip, device)
+    kind, compiled = device.type.replace("meta", "cuda"), config.compile != "none"
+    head_dim = config.model_config.head_dim
+    backend = attention.choose_backend(config.attention, kind, config.dtype, compiled, config.seq_len, head_dim)
+    return replace(config, batch_tokens=batch_tokens, lanes=choose_lanes(config, world_size), attention=backend)
 
 
 def cluster_here(ranks: Ranks) -> Cluster:
@@ -184,29 +183,19 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
     """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only those
     activations that any run needs: the inputs of the blocks."""
     plan = predict(config, cluster_here(ranks), least=True)
-    for place, room in plan.lacking().items():
-        needed = gib(plan.bytes[place])
-        advice = IN_FOUR_BITS if config.quantize == "nf4" else MEMORY_ADVICE
-        raise UserError(f"Each {place} needs more than {needed} and has {room:.1f} GiB. {advice}")
+    for place in plan.lacking():
+        raise UserError(f"Even without most activations it does not fit: {plan.describe(place)}. {MEMORY_ADVICE}")
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:
         log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
 
 
 def describe_room(config: Config, ranks: Ranks) -> str:
-    """A line that tells whether a run fits into this machine's memory, for --check. A launcher does not wait for the
-    trace, which imports the compiler: it learns what any run needs."""
-    least = "LOCAL_WORLD_SIZE" in os.environ
-    try:
-        plan = predict(config, cluster_here(ranks), least)
-    except RuntimeError as e:  # a changed model that cannot run on the meta device
-        return f"Memory: no estimate for this model: {e}"
-    lacking, cluster = plan.lacking(), plan.cluster
-    place = next(iter(lacking), "GPU" if cluster.cuda else "host")
-    room = cluster.gpu.gib if place == "GPU" else cluster.host_gib
-    verdict = "it probably does not fit" if lacking else "it may fit" if least else "it fits"
-    about = "at least" if least else "about"
-    return f"Memory: {verdict}: each {place} needs {about} {gib(plan.bytes[place])} and has {room:.1f} GiB"
+    """A line that tells whether a run fits into this machine's memory, for --check."""
+    plan = predict(config, cluster_here(ranks))
+    lacking, place = plan.lacking(), "GPU" if plan.cluster.cuda else "host"
+    verdict = "it probably does not fit" if lacking else "it fits"
+    return f"Memory: {verdict}: {plan.describe([*lacking, place][0])}"
 
 
 def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
@@ -232,37 +221,28 @@ def largest(parts: dict[str, float], text: str, unit: float) -> str:
     return ", ".join(f"{name} {parts[name] / unit:{text}}" for name in sorted(parts, key=parts.get, reverse=True)[:3])
 
 
-def gib(parts: dict[str, int]) -> str:
-    """The sum of the parts in GiB, and the largest parts."""
-    return f"{sum(parts.values()) / GIB:.1f} GiB ({largest(parts, '.1f', GIB)})"
-
-
 def summary(plan: Plan) -> str:
     config, cluster, gpu = plan.config, plan.cluster, plan.cluster.gpu
-    needs = ", ".join(f"each {place} needs {plan.needs(place):,.0f} GiB" for place in plan.lacking())
     parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
-    best = ", the best" * (config.keep_best != "none")
     lines = [
         f"{config.model}, {parameters / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
         f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}:"
-        f" {f'it does not fit: {needs}' if needs else 'it fits'}.",
-        f"each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB",
-        f"each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB (--host_gib)",
-        f"disk: {amount(checkpoint_bytes(config))} a checkpoint; --keep {config.keep}{best} and the one being written",
+        f" it {'does not fit' if plan.lacking() else 'fits'}.",
+        plan.describe("GPU"),
+        plan.describe("host") + " (--host_gib)",
+        f"disk: {amount(checkpoint_bytes(config))} a checkpoint",
     ]
-    if not needs:
+    if not plan.lacking():
         rate = config.batch_tokens / plan.seconds / cluster.ranks
         mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
-        times = largest(plan.times, ".0%", plan.seconds)
         hours = config.steps * plan.seconds / 3600
-        price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
+        cost = f", ${hours * cluster.ranks * cluster.price:,.0f}" * (cluster.price > 0)
         lines += [
-            f"speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})",
+            f"speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%}"
+            f" ({largest(plan.times, '.0%', plan.seconds)})",
             f"time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
-            f" ({config.steps:,} steps){price * (cluster.price > 0)}",
+            f" ({config.steps:,} steps){cost}",
         ]
-        if config.dpo not in ("none", "simpo"):  # a forward pass is a third of a step
-            lines.append(f"reference: up to {hours / 3:,.2f} hours more, for a pass over the pairs of the first epoch")
         if cluster.save_seconds:
             lines.append(describe_saves(plan))
     return "\n  ".join(lines)
@@ -286,7 +266,6 @@ def describe_saves(plan: Plan) -> str:
 def advice(argv: list[str], plan: Plan) -> str:
     """The combination that fits whose most expensive flags are the cheapest. Flags are added in the order of their cost
     in speed until the run fits; then those that it does not need are taken away."""
-    (place, room), *_ = plan.lacking().items()
 
     def attempt(flags: list[str]) -> Plan | None:
         words = " ".join([*flags, f"--batch_tokens {plan.config.batch_tokens}"]).split()
@@ -295,18 +274,17 @@ def advice(argv: list[str], plan: Plan) -> str:
 
     chosen, best = [], plan
     for flag in (*LOWER_MEMORY, f"--context_parallel {plan.cluster.gpus}"):
-        for others in (chosen, chosen[:-1]):  # --offload cpu excludes --quantize nf4
-            if best.lacking() and (together := attempt([*others, flag])):
-                chosen, best = [*others, flag], together
+        for flags in ([*chosen, flag], [*chosen[:-1], flag]):  # --offload cpu excludes --quantize nf4
+            if best.lacking() and (together := attempt(flags)):
+                chosen, best = flags, together
                 break
     for flag in reversed(chosen):  # the most expensive first
         fewer = [other for other in chosen if other != flag]
         without = attempt(fewer)
         if without and not without.lacking():
             chosen, best = fewer, without
-    verdict = f"{IN_FOUR_BITS}\n" * (plan.config.quantize == "nf4")
-    verdict += "No flags make it fit" if best.lacking() else "The cheapest flags that make it fit"
-    return f"{verdict}: with `{' '.join(chosen)}` each {place} needs {best.needs(place):,.1f} of {room:,.1f} GiB"
+    verdict = "No flags make it fit" if best.lacking() else "The cheapest flags that make it fit"
+    return f"{verdict}: with `{' '.join(chosen)}`, {best.describe((best.lacking() or plan.lacking())[0])}"
 
 
 # ---- the command
@@ -356,7 +334,17 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
     config = settled_args(words)
     if config.epochs:
         raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --steps instead")
-    return settle(config, cluster), cluster
+    check_batch(config, cluster.ranks)
+    config = replace(
+        config,
+        dtype="bf16" if config.dtype == "auto" else config.dtype,
+        compile="block" if config.compile == "auto" else config.compile,
+        attention="varlen" if config.attention == "flash" else config.attention,  # whose package need not be here
+    )
+    config = settle(config, META, cluster.ranks)
+    if config.fp8 != "off" and not cluster.gpu.fp8:
+        raise UserError(f"--fp8 {config.fp8}: the {cluster.gpu.name} has no FP8; --fp8 off trains in bf16 there")
+    return config, cluster
 
 
 def main(argv: list[str]) -> int:

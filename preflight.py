@@ -13,15 +13,13 @@ import torch
 import checkpoint
 import plan
 import score
-import shard
-from attention import choose_backend
 from base import host
 from base.disk import free_space
 from base.errors import UserError, naming
 from base.host import cpu_name
 from base.hub import local_path
 from base.ranks import Ranks, on_every_rank, on_first_rank
-from config import Config, check_batch, choose_lanes, refuse_conflicts, split_batch
+from config import Config, check_batch
 from data import epochs_as_steps, open_data
 from dataset.prepare import knows_text
 from generate import Source
@@ -48,13 +46,7 @@ def settle(config: Config, ranks: Ranks) -> Config:
     config = on_first_rank(lambda: epochs_as_steps(config, size), ranks)  # may tokenize for hours
     config = replace(config, dtype=_choose_dtype(config.dtype, device))
     config = replace(config, compile=_choose_compile(config, device))
-    refuse_conflicts(config, size)
-    shard.mesh_shape(config.shard_size, size)  # refuses a shard size that does not divide the ranks
-    config = replace(config, batch_tokens=split_batch(config, size)[1], lanes=choose_lanes(config, size))
-    plan.refuse_fp8(config, device, size)
-    compiled, head_dim = config.compile != "none", config.model_config.head_dim
-    attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
-    return replace(config, attention=attention)
+    return plan.settle(config, device, size)
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> str:
@@ -142,7 +134,8 @@ def check(config: Config) -> int:
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         about["attention"] = attention_kernel(config, data, ranks.device)
-        print(plan.describe_room(config, ranks))
+        if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher need not wait for the trace, which imports the compiler
+            print(plan.describe_room(config, ranks))
     print(json.dumps(about))
     return 0
 

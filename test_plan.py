@@ -24,7 +24,7 @@ import shard
 import train
 from base import host
 from base.disk import ROOT
-from base.errors import UserError, exit_status
+from base.errors import exit_status
 from base.ranks import ALONE, Ranks
 from base.tensors import PINNED, local
 from config import parse_args
@@ -158,21 +158,18 @@ def planned(words: str) -> plan.Plan:
     return plan.predict(*plan.parse(words.split()))
 
 
-@pytest.mark.parametrize("words, message, cheapest", [
-    ("--model llama3.1-8b --seq_len 4096 --micro_batch 1",
-     ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB.\n",
-     "--state_dtype bf16 --param_dtype bf16"),
-    ("--model llama3.1-8b --seq_len 2048 --micro_batch 4 --gpu rtx4090", " each GPU needs 137 GiB.\n",
-     "--checkpointing block --lora 16"),
-    ("--model mixtral-8x7b --gpu h100-80", " each GPU needs 727 GiB.\n", "--offload cpu"),  # experts have no adapters
-    ("@recipes/llama3.1-405b.args --gpus 8", "it does not fit: each host needs 6,860 GiB.\n", "--lora 16"),
+@pytest.mark.parametrize("words, cheapest", [
+    ("--model llama3.1-8b --seq_len 4096 --micro_batch 1", "--state_dtype bf16 --param_dtype bf16"),
+    ("--model llama3.1-8b --seq_len 2048 --micro_batch 4 --gpu rtx4090", "--checkpointing block --lora 16"),
+    ("--model mixtral-8x7b --gpu h100-80", "--offload cpu"),  # experts have no adapters
+    ("@recipes/llama3.1-405b.args --gpus 8", "--lora 16"),
 ])  # fmt: skip
-def test_a_newcomer_learns_what_makes_a_run_fit(capsys, words, message, cheapest):
+def test_a_newcomer_learns_what_makes_a_run_fit(capsys, words, cheapest):
     status, out, _ = answer(capsys, words)
-    assert status == 0 and message in out
+    assert status == 0 and ": it does not fit.\n" in out
     assert not re.search("tokens/s|hours", out)  # of a run that cannot start
     run = planned(words)
-    assert f"\nThe cheapest flags that make it fit: with `{cheapest}` each {[*run.lacking()][0]} needs " in out
+    assert f"\nThe cheapest flags that make it fit: with `{cheapest}`, each {run.lacking()[0]}: " in out
     batch = f"--batch_tokens {run.config.batch_tokens}"
     assert not planned(f"{words} {cheapest} {batch}").lacking()
     for flag in re.findall(r"--\w+ \w+", cheapest):
@@ -198,26 +195,14 @@ def test_gpus_and_hosts_are_judged_apart(capsys):
     assert "\nNo flags make it fit: with `" in out
     words = "@recipes/llama3.1-405b.args --gpus 8"
     _, out, _ = answer(capsys, f"{words} --host_gib 7000 --price 2")
-    assert "it fits" in out and "of 7,000 GiB (--host_gib)\n" in out and " at $2 per GPU-hour" in out
-    assert [*planned(f"{words} --offload none").lacking()] == ["GPU", "host"]
+    assert "it fits" in out and "of 7,000 GiB (--host_gib)\n" in out and re.search(r" steps\), \$[\d,]+\n", out)
+    assert planned(f"{words} --offload none").lacking() == ["GPU", "host"]
 
 
-def test_pairs_need_the_time_of_their_reference_and_of_logits_twice(capsys):
+def test_pairs_need_the_time_of_logits_twice():
     words = "--model llama3.2-1b --lr 1e-6"
     before, after = (planned(f"{words} --dpo {kind}").times for kind in ("none", "sigmoid"))
     assert after == before | {"lm_head and loss": pytest.approx(before["lm_head and loss"] * 4 / 3)}
-    assert [len(re.findall("\n  reference: ", answer(capsys, f"{words} {dpo}")[1])) for dpo in (
-        "", "--dpo ipo", "--dpo simpo --dpo_beta 2"
-    )] == [0, 1, 0]  # fmt: skip
-
-
-def test_a_base_in_four_bits_that_no_gpu_can_hold_is_refused(capsys, monkeypatch):
-    """By plan.py, and by a start before anything is allocated."""
-    words, whole = "--model llama3.1-405b --lora 16 --quantize nf4", "With --quantize nf4 each GPU holds the whole base"
-    assert f"\n{whole}, in four bits: use larger GPUs" in answer(capsys, f"{words} --nodes 8 --gpus 8")[1]
-    monkeypatch.setattr(plan, "cluster_here", lambda _: plan.Cluster(8, 8, H100, host_gib=2048))
-    with pytest.raises(UserError, match=f"Each GPU needs more than 2.* has 79.1 GiB. {whole}"):
-        plan.refuse_without_room(parse_args([*words.split(), "--dtype=bf16"]), Ranks(0, 64, torch.device("cpu")))
 
 
 def test_saves_need_a_copy_of_the_state_and_on_a_gpu_pinned_memory():
@@ -269,11 +254,10 @@ def test_the_guide_s_table_is_what_the_plan_says():
     assert len(rows) == 8
     for name, setting, *cells in rows:
         model, flags = name.strip() or model, re.findall("`(.*)`", setting)
-        words = f"--model {model} --seq_len 4096 --micro_batch 1 {' '.join(flags)}".split()
+        words = f"--model {model} --seq_len 4096 --micro_batch 1 {' '.join(flags)}"
         for cell, (nodes, gpus) in zip(cells, ((1, 1), (1, 8), (8, 8)), strict=True):
             if cell := cell.strip():
-                cluster = plan.Cluster(nodes, gpus, H100)
-                size = plan.predict(plan.settle(parse_args(words), cluster), cluster).needs("GPU")
+                size = planned(f"{words} --nodes {nodes} --gpus {gpus}").needs("GPU")
                 output = f"{size:,.0f}" if size >= 100 else f"{size:.1f}"
                 assert cell == output + " (too much)" * (size > 79.1), (words, gpus)
 

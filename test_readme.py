@@ -317,7 +317,7 @@ import json, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-import log, train
+import log, memory, train
 from config import parse_args
 from data import make_loader
 from model import MODELS, Transformer
@@ -352,6 +352,8 @@ for p in model.parameters():
     p.grad = torch.randn_like(p)
 optimizer.step(config.lr, torch.tensor(1.0), torch.tensor(0.0))
 assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+moments = sum(2 * p.numel() for p in model.parameters())
+assert memory.state(config, 1)["optimizer state"] == moments  # plan.py counts one of two bytes for each weight
 moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
 for step in moved.values():  # each weight moves by the learning rate
     assert torch.allclose(step.abs(), torch.full_like(step, config.lr), rtol=1e-2)

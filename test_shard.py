@@ -291,12 +291,12 @@ def test_what_does_not_work_together_is_refused(excluded, words, ranks):
 
 # Flags, device, GiB of the host and of a GPU, what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32.
 @pytest.mark.parametrize("words, device, host_gib, gpu, message", [
-    ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* and has 100.0 GiB"),
-    ("--offload cpu", "cuda:0", 90, 80, r"gradients 3[0-9].* has 90.0 GiB"),
-    ("", "cuda:0", 9999, 25, r"^Each GPU .*optimizer state 15.0.* has 25.0 GiB.*plan.py"),
-    ("", "cuda:0", 60, 80, r"copies for saves 90.2.* has 60.0 GiB"),
-    ("--micro_batch 10000000000 --checkpointing block", "cuda:0", 10**9, 80, r"^Each GPU .*or activations [1-9]"),
-    (f"--batch_tokens {2**52} --seq_len 2 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
+    ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* of 100 GiB"),
+    ("--offload cpu", "cuda:0", 90, 80, r"gradients 3[0-9].* of 90 GiB"),
+    ("", "cuda:0", 9999, 25, r"fit: each GPU: .*optimizer state 15.0.* of 25 GiB.*plan.py"),
+    ("", "cuda:0", 60, 80, r"copies for saves 90.2.* of 60 GiB"),
+    ("--micro_batch 10000000000 --checkpointing block", "cuda:0", 10**9, 80, r"each GPU: .*or activations [1-9]"),
+    (f"--batch_tokens {2**52} --seq_len 2 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67,108,864.0"),
 ])  # fmt: skip
 def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, device, host_gib, gpu, message):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

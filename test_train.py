@@ -323,7 +323,7 @@ def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
 def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, capsys):
     assert train_main([*FAST, "--data", text, "--out", str(tmp_path / "run"), "--check"]) == 0
     memory, about = capsys.readouterr().out.splitlines()
-    assert re.match(r"Memory: it fits: each host needs about 0\.\d GiB \(", memory)
+    assert re.match(r"Memory: it fits: each host: 0\.\d GiB \(", memory)
     expected = {"out": str(tmp_path / "run"), "device": "cpu", "processes": 1, "state": "fresh"}
     assert json.loads(about) == expected | {"attention": "sdpa, flash_attention"}
     assert not (tmp_path / "run").exists()
