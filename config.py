@@ -16,13 +16,13 @@ import re
 import shlex
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 from base.disk import ROOT, VERSION
-from base.errors import Parser, UserError, nearest
+from base.errors import Parser, UserError, within
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -30,18 +30,16 @@ SHARD = ".bin"  # the suffix of a file of token ids
 SHORTENED = (".txt", ".jsonl", ".json", ".csv", ".parquet", SHARD)  # suffixes that run folders are not named after
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 LANES = 64  # a stream has at least as many, unless --lanes says otherwise
-LARGEST = 2**53
-ON_OFF = {"on": True, "true": True, "off": False, "false": False}
-ALIASES = {("fp8", "0"): "off", ("fp8", "1"): "tensor"}
+ALIASES = {"0": "off", "1": "tensor"}  # of --fp8
 KINDS = {bool: "[on|off]", int: "integer", float: "number", str: "text", tuple: "values"}
 REPLACES = {"data": "val_data", "epochs": "steps", "steps": "epochs"}  # a flag drops a recipe's other flag
 
 
 def _flag(
-    default, help: str, choices: tuple = (), least: float = 0, below: float = LARGEST,
+    default, help: str, choices: tuple = (), least: float = 0, most: float = 2**53,
     group: str = "", resume: str = "same", needs: tuple = (), excludes: tuple = (),
 ):  # fmt: skip
-    """least, below: a number's range, without `below`. group: the heading in --help of this flag and those after it.
+    """least, most: a number's range. group: the heading in --help of this flag and those after it.
     resume: on resume, the value must be the same, may change ("free"), or may change if --resume_override names the
     flag ("override"). needs: the flags, alone or with a value, without which this one has no effect. excludes: (this
     flag's value, or empty for all that turn it on; the flag, or flag and value, that it does not go with; the reason,
@@ -136,8 +134,8 @@ class Config:
         excludes=(("", "--schedule constant", "it has no decay; remove one"),),
     )
     weight_decay: float = _tunable(0.1, "decoupled weight decay of matrices and embeddings")
-    beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
-    beta2: float = _tunable(0.95, "AdamW's second beta", below=1)
+    beta1: float = _tunable(0.9, "AdamW's first beta", most=1 - 1e-6)
+    beta2: float = _tunable(0.95, "AdamW's second beta", most=1 - 1e-6)
     clip: float = _tunable(1.0, "largest global gradient norm; 0 = no clipping")
     skip_spikes: float = _tunable(
         0.0, "skip updates whose loss or gradient norm is so many standard deviations above the last; 0 = none"
@@ -153,7 +151,7 @@ class Config:
     )
     simpo_gamma: float = _flag(0.5, "margin of --dpo simpo", needs=("dpo simpo",))
     label_smoothing: float = _flag(
-        0.0, "share of pairs whose label is wrong, for --dpo sigmoid", below=0.5, needs=("dpo sigmoid",)
+        0.0, "share of pairs whose label is wrong, for --dpo sigmoid", most=0.499, needs=("dpo sigmoid",)
     )
     dpo_sft: float = _flag(0.0, "weight of the chosen answer's mean cross-entropy", needs=("dpo",))
     dtype: str = _flag(
@@ -214,13 +212,13 @@ class Config:
         "auto", "backend; flash = the flash-attn package", ("auto", "sdpa", "blocked", "varlen", "flash")
     )
     out: str = may_change_on_resume("", "run folder; empty = runs/ + recipe and data names", group="the run")
-    seed: int = _flag(0, "of initialization, data order and samples", least=-(2**63), below=2**63)
+    seed: int = _flag(0, "of initialization, data order and samples", least=-(2**63), most=2**63 - 1)
     log_every: int = may_change_on_resume(10, "steps between records; 0 = the first and the last only")
     eval_every: int = may_change_on_resume(100, "steps between evaluations; 0 = never")
     eval_score: str = may_change_on_resume(
         "", "file of questions to score at each evaluation, as with generate.py --score", needs=("eval_every",)
     )
-    eval_batches: int = may_change_on_resume(10, "batches per evaluation; 0 = all validation data", below=2**20)
+    eval_batches: int = may_change_on_resume(10, "batches per evaluation; 0 = all validation data", most=2**20)
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(True, "write checkpoints in the background, from a copy in host memory")
     keep: int = may_change_on_resume(2, "newest checkpoints to keep", least=2)
@@ -266,7 +264,6 @@ class Config:
         """The shape of --model with the sizes that flags override."""
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
         changes = {name: value for name in sizes if (value := getattr(self, name))}
-        given = " ".join(f"--{name} {value}" for name, value in changes.items())
         if self.dim or self.n_heads:
             changes["head_dim"] = 0
         if self.n_heads and shape.n_kv_heads == shape.n_heads:
@@ -274,7 +271,7 @@ class Config:
         try:
             return replace(shape, **changes)
         except ValueError as e:
-            raise UserError(f"--model {self.model} with {given}: {e}") from None
+            raise UserError(f"--model {self.model} with other sizes: {e}") from None
 
     def trained_length(self, shape: ModelConfig) -> int:
         """Tokens of the longest text that the model has been trained on: a row, or for --weights their own length."""
@@ -287,20 +284,19 @@ class Config:
     @property
     def warnings(self) -> list[str]:
         """Rows longer than the weights were trained on, and parts of the schedule that do not fit into --steps."""
-        warnings, rest, longest = [], self.steps - self.warmup, self.model_config.max_seq_len
-        if self.weights and self.seq_len > longest:
-            warnings.append(f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {longest} tokens")
-        if self.min_lr and self.schedule == "constant":
-            warnings.append(f"--min_lr {self.min_lr} has no effect with --schedule constant")
-        if self.prompt and not self.sample_every:
-            warnings.append(f"--prompt {self.prompt} has no effect without --sample_every")
-        if self.dpo != "none" and not self.lora and self.lr > 1e-5:
-            warnings.append(f"--lr {self.lr} with --dpo: without --lora, rates above 1e-5 usually ruin the model")
-        if rest < 0:
-            warnings.append(f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}")
-        elif self.schedule == "wsd" and self.decay_steps > rest:
-            warnings.append(f"--decay_steps {self.decay_steps:.0f}: only {rest} steps follow the warm-up")
-        return warnings
+        rest, longest, wsd = self.steps - self.warmup, self.model_config.max_seq_len, self.schedule == "wsd"
+        rules = (
+            (self.weights and self.seq_len > longest, f"--seq_len: --weights were trained on rows of {longest} tokens"),
+            (self.min_lr and self.schedule == "constant", "--min_lr has no effect with --schedule constant"),
+            (self.prompt and not self.sample_every, "--prompt has no effect without --sample_every"),
+            (
+                self.dpo != "none" and not self.lora and self.lr > 1e-5,
+                f"--lr {self.lr} with --dpo: without --lora, rates above 1e-5 usually ruin the model",
+            ),
+            (rest < 0, f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}"),
+            (0 <= rest < self.decay_steps and wsd, f"--decay_steps: only {rest} steps follow the warm-up"),
+        )
+        return [message for holds, message in rules if holds]
 
 
 FIELDS = [f for f in fields(Config) if f.metadata]
@@ -312,27 +308,23 @@ def fields_that_resume(kind: str) -> list[str]:
 
 
 def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
-    """{flag in our spelling: (its values, its recipe or nothing)}, with the flags of each @NAME's recipe. Of equal
-    flags the last one counts. A flag in REPLACES also removes its counterpart, unless both are in one recipe or both on
-    the command line."""
-    names, settings, values = [f.name for f in FIELDS], {}, None
+    """{flag in our spelling: (it and its values, its recipe or nothing)}, with the flags of each @NAME's recipe. Of
+    equal flags the last one counts. A flag in REPLACES also removes its counterpart, unless both are in one recipe or
+    both on the command line."""
+    words = []
+    settings = {"": (words, "")}  # before the first flag
     for word, recipe in _expand(argv):
-        if not word.startswith("--"):
-            if values is None or word.endswith(".args"):
-                raise UserError(f"{word}: expected a flag, or a recipe as in @recipes/default.args")
-            values.append(word)
-            continue
-        typed, equals, value = word[2:].partition("=")
-        name = typed.replace("-", "_")
-        if name not in names:
-            near = next((other for other in names if other.endswith(f"_{name}")), "") or nearest(name, names)
-            meant = f"did you mean --{near}? " if near else ""
-            raise UserError(f"unknown flag --{typed}; {meant}--help lists all")
-        other = REPLACES.get(name)
-        if other in settings and settings[other][1] != recipe:
-            del settings[other]
-        values = [value] * bool(equals)
-        settings[name] = values, recipe
+        if word.endswith(".args"):
+            raise UserError(f"{word}: a recipe begins with @, as in @recipes/default.args")
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            other = REPLACES.get(name)
+            if other in settings and settings[other][1] != recipe:
+                del settings[other]
+            words = []
+            settings[name], word = (words, recipe), f"--{name}{equals}{value}"
+        words.append(word)
     return settings
 
 
@@ -344,9 +336,7 @@ def _expand(words: list[str], recipe: str = "") -> Iterator[tuple[str, str]]:
             continue
         path = Path(word[1:]) if Path(word[1:]).is_file() else ROOT / word[1:]
         if not path.is_file():
-            near = nearest(path.stem, [recipe.stem for recipe in (ROOT / "recipes").glob("*.args")])
-            meant = f"did you mean @recipes/{near}.args?" if near else "`bash launch.sh recipes` lists them"
-            raise UserError(f"{word}: this recipe does not exist; {meant}")
+            raise UserError(f"{word}: this recipe does not exist; `bash launch.sh recipes` lists them")
         try:
             inner = shlex.split(path.read_text("utf-8"), comments=True)
         except ValueError as e:  # no UTF-8, or an open quote
@@ -356,23 +346,35 @@ def _expand(words: list[str], recipe: str = "") -> Iterator[tuple[str, str]]:
         yield from _expand(inner, str(path))
 
 
+def on_or_off(word: str) -> bool:
+    return ("off", "false", "on", "true").index(word.lower()) > 1
+
+
 def make_parser() -> Parser:
-    """Prints --help and --version. Everything in --help is from Config's fields."""
+    """Everything in it is from Config's fields."""
     parser = Parser(
         prog="train.py",
         description="Trains a Llama or GPT model. @FILE reads flags from a recipe: `bash launch.sh recipes` lists them."
-        " The last value of a repeated flag counts. Commas separate the names in a list, spaces --data's.",
+        " Commas separate the names in a list, spaces --data's.",
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in FIELDS:
-        if f.metadata["group"]:
-            group = parser.add_argument_group(f.metadata["group"])
-        kind, choices = KINDS[type(f.default)], f.metadata["choices"]
-        default = ",".join(f.default) if isinstance(f.default, tuple) else f.default
-        metavar = "|".join(choices) or kind
-        group.add_argument(f"--{f.name}", help=f.metadata["help"], default=default, metavar=metavar)
+        kind, rules = type(f.default), f.metadata
+        how = {"help": rules["help"], "default": f.default, "metavar": KINDS[kind]}
+        if rules["group"]:
+            group = parser.add_argument_group(rules["group"])
+        if rules["choices"]:
+            how |= {"choices": rules["choices"], "metavar": "|".join(rules["choices"])}
+            how["type"] = lambda word: ALIASES.get(word, word)
+        elif kind is bool:
+            how |= {"nargs": "?", "const": True, "type": on_or_off}
+        elif kind is tuple:
+            how |= {"nargs": "+", "default": ""}
+        elif kind is not str:
+            how["type"] = within(kind, rules["least"], rules["most"])
+        group.add_argument(f"--{f.name}", **how)
     return parser
 
 
@@ -387,10 +389,7 @@ def from_json(values: dict) -> Config:
 def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for mistakes that can be found without files or devices.
     trains: an empty command line means the default recipe, and adapters need weights."""
-    if asked := {"-h", "--help", "--version"} & {*argv}:
-        make_parser().parse_args([*asked])  # prints, and ends the process
-    if trains:
-        argv = argv or DEFAULT
+    argv = argv or DEFAULT * trains
     settings = with_recipes(argv)
     try:
         return _make_config(settings, [Path(word[1:]).stem for word in argv if word.startswith("@")], trains)
@@ -400,14 +399,14 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
-    values = {f.name: f.default for f in FIELDS}
-    values |= {f.name: _read_value(f, settings[f.name][0]) for f in FIELDS if f.name in settings}
+    values = vars(make_parser().parse_args([word for words, _ in settings.values() for word in words]))
+    for f in FIELDS:
+        if isinstance(f.default, tuple):
+            words = values[f.name]
+            is_spaced = f.name in ("data", "val_data", "text_field")
+            values[f.name] = tuple(filter(None, words if is_spaced else ",".join(words).split(",")))
     _refuse_first(
         ({"steps", "epochs"} <= settings.keys(), "--steps and --epochs exclude each other"),
-        (
-            values["lora_weights"] and "lora" in settings and not values["lora"],
-            "--lora_weights has no effect with --lora 0: leave out --lora, which is the adapter's",
-        ),
         (
             trains and values["lora"] and not values["weights"],
             f"--lora {values['lora']} without --weights would freeze random weights: name --weights",
@@ -418,9 +417,8 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     model = values["model"] = values["model"] or values["weights"] or "tiny-llama"
     path = Path(model)
     name = f"{path.parent.name}-hf" if path.name == "hf" else path.name  # the export of a run, runs/NAME/hf
-    names = [*(recipes or [name]), *map(name_of, values["data"])]
-    names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names]
-    values["out"] = values["out"] or f"runs/{'-'.join(names)}"
+    names = "-".join([*(recipes or [name]), *map(name_of, values["data"])])
+    values["out"] = values["out"] or "runs/" + re.sub(r"[^\w.-]+", "-", names).strip("-.")
     config = Config(**values)
     if model in MODELS:
         config = replace(config, model_config=config.with_sizes(MODELS[model]))
@@ -431,31 +429,6 @@ def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str],
     return config
 
 
-def _read_value(f: Field, words: list[str]):
-    """The value of a flag."""
-    kind, rules, typed = type(f.default), f.metadata, " ".join([f"--{f.name}", *words])
-    if not words and kind is bool:
-        return True
-    if kind is tuple and words:
-        is_spaced = f.name in ("data", "val_data", "text_field")
-        return tuple(words if is_spaced else filter(None, ",".join(words).split(",")))
-    try:
-        (word,) = words
-        word = ALIASES.get((f.name, word), word)
-        value = ON_OFF[word.lower()] if kind is bool else kind(word)
-    except (KeyError, ValueError):
-        raise UserError(f"{typed}: expected {KINDS[kind]}") from None
-    least, below, choices = rules["least"], rules["below"], rules["choices"]
-    _refuse_first(
-        (choices and value not in choices, f"{typed}: unknown. Choose from {', '.join(filter(None, choices))}"),
-        (
-            kind in (int, float) and not least <= value < below,
-            f"{typed}: it must be at least {least} and below {below}",
-        ),
-    )
-    return value
-
-
 def check_values(c: Config) -> None:
     """Refuses values that do not fit each other."""
     text_fields(c)  # refuses names of no entry
@@ -463,8 +436,8 @@ def check_values(c: Config) -> None:
     fixed = {*c.resume_override} - {*tunable}
     warm, pairs = PROFILE_AFTER + c.profile, c.dpo != "none"
     _refuse_first(
-        (fixed, f"--resume_override {', '.join(fixed)}: expected {', '.join(tunable)}; others need a new --out"),
-        (not c.out.isprintable(), f"--out {c.out!r}: a run folder's name must be printable"),  # launchers read it
+        (fixed, f"--resume_override {', '.join(fixed)}: expected {', '.join(tunable)}"),
+        (not c.out.isprintable(), f"--out {c.out!r} must be printable"),  # launchers read it
         (len(c.chat_fields) not in (0, 2, 3), f"--chat_fields {','.join(c.chat_fields)}: expected two or three names"),
         (c.profile and c.steps < warm, f"--profile {c.profile} needs --steps {warm}, not {c.steps}"),
         (c.keep_best == "score_acc" and not c.eval_score, "--keep_best score_acc needs an --eval_score"),

@@ -27,9 +27,6 @@ class RopeScaling:
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor must be above low_freq_factor")
-        if self.original_seq_len % 1:
-            raise ValueError(f"the original length is {self.original_seq_len}, expected a whole number")
-        object.__setattr__(self, "original_seq_len", int(self.original_seq_len))  # older files of ours have 8192.0
 
 
 # full: a token sees all tokens before it. window: the nearest ones. nope: queries and keys carry no positions.

@@ -223,7 +223,8 @@ def test_shared_rows_take_the_activations_of_their_part():
 
 @pytest.mark.parametrize("words, message", [
     ("--gpus 0", "--gpus: 0 must be at least 1"), ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
-    ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "unknown flag --layers"),
+    ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "arguments: --layers 3"),
+    ("--gpus 6 --context_parallel 4", "--context_parallel 4 does not divide the 6 ranks"),
     ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
     ("--gpus 8 --compile model", "--compile model with several processes"),
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--compile block, not none"),
