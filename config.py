@@ -31,7 +31,6 @@ SHORTENED = (".txt", ".jsonl", ".json", ".csv", ".parquet", SHARD)  # suffixes t
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 LANES = 64  # a stream has at least as many, unless --lanes says otherwise
 ALIASES = {"0": "off", "1": "tensor"}  # of --fp8
-KINDS = {bool: "[on|off]", int: "integer", float: "number", str: "text", tuple: "values"}
 REPLACES = {"data": "val_data", "epochs": "steps", "steps": "epochs"}  # a flag drops a recipe's other flag
 
 
@@ -362,14 +361,14 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in FIELDS:
         kind, rules = type(f.default), f.metadata
-        how = {"help": rules["help"], "default": f.default, "metavar": KINDS[kind]}
+        how = {"help": rules["help"], "default": f.default}
         if rules["group"]:
             group = parser.add_argument_group(rules["group"])
         if rules["choices"]:
             how |= {"choices": rules["choices"], "metavar": "|".join(rules["choices"])}
             how["type"] = lambda word: ALIASES.get(word, word)
         elif kind is bool:
-            how |= {"nargs": "?", "const": True, "type": on_or_off}
+            how |= {"nargs": "?", "const": True, "type": on_or_off, "metavar": "on|off"}
         elif kind is tuple:
             how |= {"nargs": "+", "default": ""}
         elif kind is not str:
@@ -391,14 +390,7 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     trains: an empty command line means the default recipe, and adapters need weights."""
     argv = argv or DEFAULT * trains
     settings = with_recipes(argv)
-    try:
-        return _make_config(settings, [Path(word[1:]).stem for word in argv if word.startswith("@")], trains)
-    except UserError as e:
-        _, recipe = settings.get(re.search(r"--(\w+)|$", str(e))[1], ([], ""))
-        raise UserError(f"{recipe}: {e}" if recipe else str(e)) from None
-
-
-def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
+    recipes = [Path(word[1:]).stem for word in argv if word.startswith("@")]
     values = vars(make_parser().parse_args([word for words, _ in settings.values() for word in words]))
     for f in FIELDS:
         if isinstance(f.default, tuple):

@@ -80,8 +80,7 @@ def settle_inputs(config: Config) -> Config:
         local_path(config.tokenizer, "--tokenizer")
     for flag in ("data", "val_data"):
         for path, _ in map(split_weight, getattr(config, flag)):
-            local = os.path.expanduser(path)
-            if "://" not in path and not os.path.exists(local) and not glob.glob(local):
+            if "://" not in path and not glob.glob(os.path.expanduser(path)):
                 find_files(path, f"--{flag}")  # names the missing file
     return config
 

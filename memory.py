@@ -253,12 +253,12 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and optimizer state. pinned: the first two are in pinned memory, where
     torch rounds tensors up to a power of two."""
     rows = kept(config, shards)
-    sizes = [(1 << (row.size - 1).bit_length() if pinned else row.size, row.trains) for row in rows]
+    sizes = [1 << (row.size - 1).bit_length() if pinned else row.size for row in rows]
     block = lora.meta_model(_with_blocks(config, 1))
     in_four_bits = sum(b.nbytes for b in block.buffers()) * config.model_config.n_layers  # see nf4.py
     return {
-        "parameters": sum(size for size, _ in sizes) + in_four_bits,
-        "gradients": sum(size for size, trains in sizes if trains),
+        "parameters": sum(sizes) + in_four_bits,
+        "gradients": sum(size for size, row in zip(sizes, rows, strict=True) if row.trains),
         "optimizer state": sum(row.state for row in rows),
     }
 

@@ -29,7 +29,7 @@ from hf.weights import open_adapter, open_weights, refuse_in_the_way
 from inputs import settle_inputs
 from job.job import logger
 from log import attention_kernel, refuse_trackers
-from model import Transformer, flops_per_token, random_init
+from model import flops_per_token, random_init
 
 SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
 CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more
@@ -66,14 +66,13 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
 
 def _choose_compile(config: Config, device: torch.device) -> str:
     """auto: block, unless a run on a CPU ends before compiling, which takes half a minute, has paid for itself."""
-    mode = config.compile
-    problem = host.compiler_problem() if mode != "none" else ""
-    if problem and mode != "auto":
-        raise UserError(f"--compile {mode}: {problem}")
-    if problem and int(os.environ.get("RANK", 0)) == 0:
+    problem = host.compiler_problem() if config.compile != "none" else ""
+    if config.compile != "auto":
+        if problem:
+            raise UserError(f"--compile {config.compile}: {problem}")
+        return config.compile
+    if problem and os.environ.get("RANK", "0") == "0":
         print(f"Training without torch.compile: {problem}", file=sys.stderr)
-    if mode != "auto":
-        return mode
     tokens = config.steps * (config.batch_tokens or config.micro_batch * config.seq_len)
     flops = tokens * flops_per_token(config.model_config, config.seq_len)
     short = device.type == "cpu" and flops < SHORT_SECONDS * CORE_FLOPS * torch.get_num_threads()
@@ -81,7 +80,7 @@ def _choose_compile(config: Config, device: torch.device) -> str:
 
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
-    """Refuses trackers, a batch or an output folder that the run could not use."""
+    """Refuses an output folder, trackers, a batch or a tokenizer that the run could not use."""
     _, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
@@ -123,8 +122,9 @@ def check(config: Config) -> int:
     best = checkpoint.Best(config, resume_from, damaged)
     for message in damaged + config.warnings:
         print(message)
-    about = {"out": config.out, "device": ranks.device.type, "processes": ranks.world_size}
-    about["state"] = "resume" if resume_from else "fresh"
+    about = dict(out=config.out, device=device.type, processes=ranks.world_size, state="fresh")
+    if resume_from:
+        about["state"] = "resume"
     is_done = resume_from and (resume_from.step >= config.steps or best.reason)
     if is_done and checkpoint.is_finished(config, resume_from.step):
         about["state"] = "finished"
@@ -133,7 +133,7 @@ def check(config: Config) -> int:
         data, *_ = open_inputs(config, resume_from, best, ranks)
         if resume_from:
             data.load_state_dict(resume_from.manifest["position"])  # refuses other data
-        about["attention"] = attention_kernel(config, data, ranks.device)
+        about["attention"] = attention_kernel(config, data, device)
         if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher need not wait for the trace, which imports the compiler
             print(plan.describe_room(config, ranks))
     print(json.dumps(about))
@@ -149,8 +149,8 @@ def say_finished(config: Config, step: int, best: checkpoint.Best) -> None:
 
 
 def open_inputs(config: Config, resume_from, best: checkpoint.Best, ranks: Ranks):
-    """Refuses what cannot work -> (data; validation data or None; the rows of --eval_score; read(name, slices) of
-    --weights, or None if this rank reads none). All ranks must call."""
+    """Refuses what cannot work -> (data; validation data or None; the rows of --eval_score; read(name, slices) as of
+    open_initial_values). All ranks must call."""
     resumes = resume_from is not None
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: refuse_inputs(config, resumes, ranks.world_size), ranks)
@@ -158,8 +158,8 @@ def open_inputs(config: Config, resume_from, best: checkpoint.Best, ranks: Ranks
     questions = on_every_rank(lambda: read_questions(config), ranks) if config.eval_score else []
     if config.keep_best != "none":
         best.judge_by(on_first_rank(lambda: identify_judge(config, val_data, questions), ranks))
-    read_weights = on_every_rank(lambda: open_initial_weights(config, resumes, ranks.rank), ranks)
-    return data, val_data, questions, read_weights
+    read_values = on_every_rank(lambda: open_initial_values(config, resumes, ranks.rank), ranks)
+    return data, val_data, questions, read_values
 
 
 def identify_judge(config: Config, val_data, questions: list[dict]) -> int:
@@ -178,26 +178,24 @@ def read_questions(config: Config) -> list[dict]:
     return score.read_questions(config.eval_score, "--eval_score", source)
 
 
-def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
-    """read(name, slices) of --weights; None for a rank that reads none. A resumed run with adapters needs its frozen
-    base again. Call it before anything is allocated, because a machine may lack the files."""
-    if not config.weights or (resumes and not config.lora) or (rank and config.load == "rank0"):
+def open_initial_values(config: Config, resumes: bool, rank: int):
+    """read(name, slices) of the values that a run starts from: those of --weights, or random ones, which every rank
+    draws itself. A resumed run reads only the frozen base below its adapters. None for a rank that reads none. Call it
+    before anything is allocated, because a machine may lack the files."""
+    if resumes and not config.lora or rank and config.load == "rank0":
         return None
-    folder = local_path(config.weights, "--weights")
-    with naming(f"--weights {config.weights}"):
-        read = open_weights(folder, config.model_config)
-    if config.lora_weights and not resumes:
-        return lora.join(read, open_adapter(local_path(config.lora_weights, "--lora_weights"), config))
-    return read
-
-
-def starting_values(config: Config, model: Transformer, weights):
-    """read(name, slices) of the values that training starts from: --weights, or random values, which every rank draws
-    itself."""
-    if config.weights:
-        logger.info(f"Reading weights from {config.weights}")
+    shape, model = config.model_config, lora.meta_model(config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    read = weights or random_init(config.model_config, shapes, config.seed)
-    if config.lora and not config.lora_weights:
-        read = lora.join(read, lora.random_adapters(config.model_config, shapes, config.seed))
-    return read
+    read = random_init(shape, shapes, config.seed)
+    if config.weights:
+        folder = local_path(config.weights, "--weights")
+        logger.info(f"Reading weights from {folder}")
+        with naming(f"--weights {config.weights}"):
+            read = open_weights(folder, shape)
+    if resumes or not config.lora:
+        return read
+    if config.lora_weights:
+        adapters = open_adapter(local_path(config.lora_weights, "--lora_weights"), config)
+    else:
+        adapters = lora.random_adapters(shape, shapes, config.seed)
+    return lora.join(read, adapters)

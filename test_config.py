@@ -146,8 +146,8 @@ def test_a_schedule_and_rows_that_are_too_long_are_reported(words, warns, tmp_pa
 
 @pytest.mark.parametrize("text, message", [
     ("--steps 1\n--prompt 'abc\n", "own.args: No closing quotation"), ("--stepps 3", "--stepps 3; did you"),
-    ("# --lr\n--lr x", "own.args: argument --lr: invalid float value"), ("--steps 5\n stray", "arguments: stray"),
-    ("--lr 1\n--min_lr 2", "own.args: --min_lr 2.0 is above --lr 1.0"), ("secret:x:1", "own.args is not a recipe"),
+    ("# --lr\n--lr x", "argument --lr: invalid float value"), ("--steps 5\n stray", "arguments: stray"),
+    ("--lr 1\n--min_lr 2", "--min_lr 2.0 is above --lr 1.0"), ("secret:x:1", "own.args is not a recipe"),
     ("@zzzz", "@zzzz: this recipe does not exist; `bash"),
 ])  # fmt: skip
 def test_mistakes_in_a_recipe_are_named(recipe, text, message):

@@ -72,7 +72,7 @@ def train(config: Config, run: Run) -> None:
     if start >= config.steps or best.reason:
         return finish_again(config, run, start, best)
     run.begin(start, damaged + config.warnings)
-    data, val_data, questions, read_weights = preflight.open_inputs(config, resume_from, best, ranks)
+    data, val_data, questions, read_values = preflight.open_inputs(config, resume_from, best, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)
@@ -80,7 +80,7 @@ def train(config: Config, run: Run) -> None:
     model = build(config, ranks, mesh, row_group)
     weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
     optimizer = make_optimizer(model, config)
-    fill(model, optimizer, data, resume_from, read_weights, config, ranks)
+    fill(model, optimizer, data, resume_from, read_values, config, ranks)
     objective = preferences.make_objective(config, run, model, weight_scales, data, val_data, resume_from)
     gradients = Gradients(model, config, ranks, mesh, resume_from.manifest.get("spikes", ()) if resume_from else ())
     saver = checkpoint.Saver(config, run, model, optimizer, data, start)
@@ -223,14 +223,14 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     return model
 
 
-def fill(model, optimizer, data, resume_from, read_weights, config: Config, ranks: Ranks) -> None:
+def fill(model, optimizer, data, resume_from, read_values, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
-        shard.fill_parameters(model, read_weights, config.load, ranks, only_frozen=True)  # those below adapters
+        shard.fill_parameters(model, read_values, config.load, ranks, only_frozen=True)  # those below adapters
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # refuses other data
     else:
-        shard.fill_parameters(model, preflight.starting_values(config, model, read_weights), config.load, ranks)
+        shard.fill_parameters(model, read_values, config.load, ranks)
     # All ranks take rank 0's position, and wait here: a rank may read for hours, later collectives wait for --timeout.
     data.load_state_dict(on_first_rank(data.state_dict, ranks))
 

@@ -184,7 +184,6 @@ def test_another_base_is_refused(run):
     ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o$"),
     ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection$"),
     ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
-    ("--weights x --lora_weights x --lora 0", "--lora_weights has no effect with --lora 0"),
     ("--quantize nf4", "--quantize has no effect without --lora"),
     ("--lora 4 --quantize nf4", "tiny-llama has .* rows not divisible by 64"),
     ("--lora 4 --quantize nf4 --model tiny-mixtral --lora_targets q", "tiny-mixtral has stacked experts"),
