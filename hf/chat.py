@@ -136,8 +136,8 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> Conversation | Non
     if names is None:
         return None
     fields = {**row}
-    turns = [take_prompt(fields, names[:1]), *map(fields.pop, names[1:])]
-    return make_conversation(fields, turns, chat_fields)
+    prompt = fields.pop(names[0]) if names == chat_fields[-2:] else take_prompt(fields, names[:1])
+    return make_conversation(fields, [prompt, *map(fields.pop, names[1:])], chat_fields)
 
 
 def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[Conversation]:
