@@ -98,4 +98,4 @@ def _refuse_forgotten(c: Config) -> None:
         )
     for name in ("sample_every", "eval_score"):
         if getattr(c, name) and as_bytes and any(shards):
-            raise UserError(f"--{name} needs the --tokenizer of these shards: name it, or leave out --{name}")
+            raise UserError(f"--{name} needs the --tokenizer of these shards")
