@@ -188,35 +188,30 @@ class ActivationOffload:
         return run
 
     def _save(self, x: Tensor) -> SavedInput:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        saved = SavedInput(torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda))
         self.stream.wait_stream(self.backend.current_stream())
         with self.backend.stream(self.stream):
-            host.copy_(x, non_blocking=True)
-        self._hold(x, self.stream)
-        self.entries.append(SavedInput(host))
-        return self.entries[-1]
-
-    def _hold(self, x: Tensor, stream) -> None:
-        """Keeps the memory of x until the stream has done its present work."""
+            saved.host.copy_(x, non_blocking=True)
         if x.is_cuda:
-            x.record_stream(stream)
+            x.record_stream(self.stream)  # its memory is not used again before the copy is made
+        self.entries.append(saved)
+        return saved
 
-    def _fetch(self, entry: SavedInput) -> None:
-        if entry.fetched is None:
-            with self.backend.stream(self.stream):  # which has copied it to the host before
-                entry.fetched = entry.host.to(self.device, non_blocking=True, copy=True)
-
-    def _restore(self, entry: SavedInput | Tensor) -> Tensor:
-        if isinstance(entry, Tensor):
-            return entry
-        self._fetch(entry)
-        while self.entries and self.entries.pop() is not entry:
+    def _restore(self, saved: SavedInput | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        while self.entries and self.entries.pop() is not saved:
             pass  # the later blocks' inputs are not needed any more
-        self.backend.current_stream().wait_stream(self.stream)
-        self._hold(entry.fetched, self.backend.current_stream())
-        if self.entries:
-            self._fetch(self.entries[-1])
-        return entry.fetched
+        current = self.backend.current_stream()
+        for entry in (saved, *self.entries[-1:]):  # this one, and the next that the backward pass needs
+            if entry.fetched is None:
+                with self.backend.stream(self.stream):  # which has copied it to the host before
+                    entry.fetched = entry.host.to(self.device, non_blocking=True, copy=True)
+            if entry is saved:
+                current.wait_stream(self.stream)
+        if saved.fetched.is_cuda:
+            saved.fetched.record_stream(current)
+        return saved.fetched
 
 
 def offload_activations(model: nn.Module, on: bool, device: torch.device) -> None:
@@ -347,10 +342,11 @@ def fill_parameters(
     sends = load == "rank0" and ranks.world_size > 1
     if named:
         fill_tensors(named, read, ranks if sends else None)
-    quantized = [
-        (partial(_fill_nf4, layer, f"{name}.weight", read), [*layer.buffers()])
-        for name, layer in nf4.four_bit_layers(model).items()
-    ]
+    quantized = []
+    for name, layer in nf4.four_bit_layers(model).items():
+        shape = slice(0, layer.out_features), slice(0, layer.in_features)
+        work = partial(_fill, layer.fill, f"{name}.weight", shape, read, 2 * layer.in_features)
+        quantized.append((work, [*layer.buffers()]))
     fill_in_turn(quantized, 1 if sends else ranks.world_size, ranks)
 
 
@@ -363,7 +359,9 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, ranks: Ranks |
         if ranks:
             _fill_from_rank0(tensor, name, read, ranks)
         else:
-            _fill(local(tensor), name, shard_slices(tensor.shape, *sharding(tensor)), read)
+            shard = local(tensor)
+            slices = shard_slices(tensor.shape, *sharding(tensor))
+            _fill(shard.__setitem__, name, slices, read, shard[:1].nbytes)
         disk.advance()
         done += tensor.nbytes
         now = time.perf_counter()
@@ -379,28 +377,19 @@ def _fill_from_rank0(tensor: Tensor, name: str, read: Callable, ranks: Ranks) ->
     from torch.distributed.tensor import distribute_tensor
 
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
-    on_first_rank(lambda: _fill(whole, name, [slice(0, n) for n in tensor.shape], read), ranks)
+    slices = [slice(0, n) for n in tensor.shape]
+    on_first_rank(lambda: _fill(whole.__setitem__, name, slices, read, whole[:1].nbytes), ranks)
     local(tensor).copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
 
 
-def _fill(target: Tensor, name: str, slices: Sequence[slice], read: Callable) -> None:
-    for rows, values in _read_rows(name, slices, read, FILL_BYTES // max(1, target[:1].nbytes)):
-        target[rows] = values
-
-
-def _fill_nf4(layer: nf4.Nf4Linear, name: str, read: Callable) -> None:
-    slices = slice(0, layer.out_features), slice(0, layer.in_features)
-    for rows, values in _read_rows(name, slices, read, FILL_BYTES // (2 * layer.in_features)):
-        layer.fill(rows, values)
-
-
-def _read_rows(name: str, slices: Sequence[slice], read: Callable, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """-> (`step` rows, counted from the first, and their values). The next ones are read meanwhile."""
+def _fill(put: Callable[[slice, Tensor], None], name: str, slices: Sequence[slice], read: Callable, row: int) -> None:
+    """Calls put(rows, values) for a few rows after the other, counted from the first; the next ones are read meanwhile.
+    row: bytes of a row."""
     first, stop = slices[0].start, slices[0].stop
-    starts = range(first, stop, max(1, step))
-    values = (read(name, (slice(a, min(a + starts.step, stop)), *slices[1:])) for a in starts)
-    for start, rows in zip(starts, read_ahead(values, 1), strict=True):
-        yield slice(start - first, start - first + len(rows)), rows
+    starts = range(first, stop, max(1, FILL_BYTES // max(1, row)))
+    parts = (read(name, (slice(a, min(a + starts.step, stop)), *slices[1:])) for a in starts)
+    for start, values in zip(starts, read_ahead(parts, 1), strict=True):
+        put(slice(start - first, start - first + len(values)), values)
         disk.advance()
 
 
