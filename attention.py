@@ -195,11 +195,9 @@ def attention_of_part(
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, backend: str, window: int) -> Tensor:
     """The kernels see all rows as one sequence of documents. They get T as the length of the longest document: the true
-    maximum would change with the batch and recompile the code.
-
-    The backward pass keeps fp32 sums of 128 rows per entry of `offsets` and head, in addition to the tokens' sums. With
-    many entries, a few heads are computed at a time."""
-    (B, T, H, _), K = q.shape, k.shape[2]
+    maximum would change with the batch and recompile the code. Their backward pass keeps fp32 sums of 128 rows per
+    entry of `offsets`, in addition to the tokens' sums: for documents of 64 tokens, twice as much."""
+    T = q.shape[1]
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func
 
@@ -207,15 +205,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, backend: str, wind
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        how = {"window_size": (window - 1, 0), "is_causal": True, "enable_gqa": H != K}
+        how = {"window_size": (window - 1, 0), "is_causal": True, "enable_gqa": q.shape[2] != k.shape[2]}
         known = inspect.signature(varlen_attn).parameters  # torch 2.11 and later ones differ
         attend = partial(varlen_attn, **{name: value for name, value in how.items() if name in known})
-    turns = [n for n in range(1, H + 1) if H % n == 0 and (K % n == 0 or n % K == 0)]
-    turns = next((n for n in turns if 128 * len(offsets) <= 2 * B * T * n), H)
-    qs, ks, vs = (t.flatten(0, 1).chunk(turns, 1) for t in (q, k, v))  # [B T, heads, h] each
-    at = [i * len(ks) // turns for i in range(turns)]  # heads of one group may go in several turns
-    out = [attend(part, ks[j], vs[j], offsets, offsets, T, T) for part, j in zip(qs, at, strict=True)]
-    return (out[0] if turns == 1 else torch.cat(out, 1)).view(q.shape)
+    rows = (x.flatten(0, 1) for x in (q, k, v))  # [B T, heads, h] each
+    return attend(*rows, offsets, offsets, T, T).view(q.shape)
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> Tensor:

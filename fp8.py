@@ -34,7 +34,6 @@ Sources: FP8 formats (arXiv 2209.05433); the recipes' names and the sizes worth 
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -119,7 +118,7 @@ def _expert_of_row(x: Tensor, ends: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     """x [M, K] and weight [N, K] -> [M, N]. quantized and scale: the weight in FP8 and its scale, or None if the layer
-    must compute them. watch [2, 5] receives the figures of x and g as a gradient, which compiler, checkpointing and
+    must compute them. watch [2, 4] receives the figures of x and g as a gradient, which compiler, checkpointing and
     accumulation support without further code."""
 
     @staticmethod
@@ -189,7 +188,7 @@ class Fp8Linear:
     fp8_grad_dtype: torch.dtype  # of recipe tensor
     fp8_weight = fp8_scale = None  # the quantized weight and its scale, if WeightScales computes them
     fp8_local = None  # this rank's part of the quantized weight, if WeightScales writes it
-    fp8_watch = None  # collects figures as its gradient (see prepare)
+    fp8_watch = None  # collects figures as its gradient
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -217,22 +216,15 @@ def _mixed(mixin: type, cls: type) -> type:
 
 
 def convert_linears(
-    module: nn.Module,
-    recipe: str = "tensor",
-    grad_dtype: str = "e5m2",
-    skip: Sequence[str] = SKIP,
-    small: bool | None = None,
+    module: nn.Module, recipe: str = "tensor", grad_dtype: str = "e5m2", skip: Sequence[str] = SKIP
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Makes the linear layers and stacked experts of a model compute in FP8, in place -> (name, shape, "fp8" or
     "bf16: reason") of each weight that multiplies.
 
     grad_dtype: e5m2 or e4m3, the format of g with recipe tensor; the other recipes use e4m3 throughout. skip: layers
-    that stay in bf16 in addition to SKIP, by their names or by parts of them between dots. small: whether to convert
-    layers that are too small to become faster, according to published measurements on Hopper GPUs; None: only on a CPU,
-    where no layer becomes faster. Raises ValueError for an unknown recipe or gradient dtype, and for a name in `skip`
+    that stay in bf16 in addition to SKIP, by their names or by parts of them between dots. Raises UserError for one
     that matches no layer."""
-    if recipe not in RECIPES or grad_dtype not in GRAD_DTYPES:
-        raise ValueError(f"unknown recipe or dtype: {recipe}, {grad_dtype}")
+    assert recipe in RECIPES, recipe
     rows, unmatched, skip = [], {*skip} - {*SKIP}, {*SKIP, *skip}
     for name, m in module.named_modules():
         if hasattr(m, "matmul"):
@@ -243,61 +235,53 @@ def convert_linears(
             continue
         skipping = {part for part in skip for weight in weights if f".{part}." in f".{weight}."}
         unmatched -= skipping
-        reason = "skipped by name" if skipping else ""
-        for p in weights.values():
-            N, K = p.shape[-2:]
-            by_tensor = recipe == "tensor" and mixin is Fp8Linear
-            tiny = N <= 1024 and K <= 4096 if by_tensor else N <= 2048 or K <= 1024
-            if N % MULTIPLE or K % MULTIPLE:
-                reason = reason or f"{N} and {K} must divide by {MULTIPLE}"
-            elif tiny and not (p.device.type == "cpu" if small is None else small):
-                reason = reason or "too small to become faster"
-        if not reason:
+        sizes = [p.shape[-2:] for p in weights.values()]  # the experts of a module go together
+        odd = [f"{N} and {K}" for N, K in sizes if N % MULTIPLE or K % MULTIPLE]
+        if skipping:
+            verdict = "bf16: skipped by name"
+        elif odd:
+            verdict = f"bf16: {odd[0]} must divide by {MULTIPLE}"
+        else:
+            verdict = "fp8"
             if not isinstance(m, mixin):
                 m.__class__ = _mixed(mixin, m.__class__)
             m.fp8_recipe, m.fp8_grad_dtype = recipe, GRAD_DTYPES[grad_dtype]
-        verdict = f"bf16: {reason}" if reason else "fp8"  # the experts of a module go together
-        rows += [(name, tuple(p.shape), verdict) for name, p in weights.items()]
+        rows += [(weight, tuple(p.shape), verdict) for weight, p in weights.items()]
     if unmatched:
-        raise ValueError(f"no layer is called {', '.join(sorted(unmatched))}")
+        raise UserError(f"--fp8_skip: no layer is called {', '.join(sorted(unmatched))}")
     return rows
 
 
 # ---- once per step
 
 
-def fp8_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The converted linear layers by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
-
-
 class WeightScales:
-    """Computes the weights' scales (recipe tensor) once per optimizer step: one norm over all weights, one all-reduce.
+    """Computes the weights' scales (recipe tensor) once per optimizer step: one norm over all weights, one all-reduce
+    over the ranks that share a copy of the parameters. Also quantizes each rank's part of weights that are gathered
+    in FP8, and once for all micro-batches, if there are several, weights that are not sharded.
 
-    group: the ranks that share one copy of the parameters; None: this rank has whole parameters. reuse: also quantize
-    each whole weight once, for all micro-batches of the step. (`gather_in_fp8` does the same for sharded weights.)
     `refresh` must run before the first forward pass of every step, because the layers do not notice that an optimizer
     has changed a weight. All ranks must call alike."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
-        """dtype: the compute dtype. fuse: compile the quantization."""
-        self.modules = [m for m in fp8_layers(model).values() if m.fp8_recipe == "tensor"]
-        self.watches = [m.fp8_watch for m in fp8_layers(model).values() if m.fp8_watch is not None]
-        self.dtype, self.group = dtype, group
-        self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, gathers: bool, reuse: bool, compiled: bool):
+        """Call it once the parameters are allocated. gathers: in FP8. reuse: steps have several micro-batches.
+        compiled: the quantization is compiled."""
+        self.modules = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.fp8_recipe == "tensor"]
+        self.dtype, self.group = model.dtype, None if mesh is None else mesh["shard"].get_group()
+        self.quantize = torch.compile(_quantize_into, dynamic=True) if compiled else _quantize_into
         if not self.modules:
             return
         device = held_tensor(self.modules[0].weight).device
         self.scales = torch.ones(len(self.modules), 4, device=device)  # 16 bytes apart: compiled code needs alignment
         for i, m in enumerate(self.modules):
             m.fp8_scale = self.scales[i, 0]
-            if reuse and held_tensor(m.weight) is m.weight:
+            if mesh is not None and gathers:
+                gather_in_fp8(m, mesh["shard"])
+            elif mesh is None and reuse:
                 m.fp8_weight = m.fp8_local = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for watch in self.watches:
-            watch.grad = None
         if not self.modules:
             return
         weights = [held_tensor(m.weight.detach()) for m in self.modules]
@@ -351,70 +335,50 @@ def gather_in_fp8(m: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def figures(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    """[5] fp32, sums over all values of x, those of unused places too: how many became the format's largest value, how
-    many became zero, how many there are; the squares of x and of its error. q: x scale in FP8."""
-    x, values, largest = x.float(), q.float(), torch.finfo(q.dtype).max
-    saturated, flushed = (values.abs() == largest).float().sum(), ((values == 0) & (x != 0)).float().sum()
-    signal, error = x.square().sum(), (values / scale - x).square().sum()
-    return torch.stack((saturated, flushed, torch.full_like(error, x.numel()), signal, error))
+    """[4] fp32, over all values of x, those of unused places too: the share that became the format's largest value, the
+    share that became zero, the error relative to x; and 1, whose sum counts the calls. q: x scale in FP8."""
+    x, values = x.float(), q.float()
+    saturated = (values.abs() == torch.finfo(q.dtype).max).float().mean()
+    flushed = ((values == 0) & (x != 0)).float().mean()
+    error = (values / scale - x).norm() / x.norm().clamp(min=TINY)
+    return torch.stack((saturated, flushed, error, torch.ones_like(error)))
 
 
 def watched(model: nn.Module) -> dict[str, float]:
-    """Figures of the watched layers since the last refresh, of this rank's tokens: "fp8/KIND/OPERAND_FIGURE" -> the
-    share of saturated values, of flushed ones, and the error relative to the operand. Waits for the device."""
+    """Means of the watched layers' figures since the last call, of this rank's tokens, as "fp8/KIND/OPERAND_FIGURE".
+    Waits for the device."""
     out = {}
-    for name, m in fp8_layers(model).items():
-        if m.fp8_watch is None or m.fp8_watch.grad is None:
+    for name, m in model.named_modules():
+        watch = getattr(m, "fp8_watch", None)
+        if watch is None or watch.grad is None:
             continue
-        for operand, (saturated, flushed, count, signal, error) in zip("xg", m.fp8_watch.grad.tolist(), strict=True):
-            key = f"fp8/{name.rpartition('.')[2]}/{operand}"
-            out |= {f"{key}_saturated": saturated / count, f"{key}_flushed": flushed / count}
-            out[f"{key}_error"] = math.sqrt(error / signal) if signal else 0.0
+        for operand, (*values, calls) in zip("xg", watch.grad.tolist(), strict=True):
+            for figure, value in zip(("saturated", "flushed", "error"), values, strict=True):
+                out[f"fp8/{name.rpartition('.')[2]}/{operand}_{figure}"] = value / calls
+        watch.grad = None
     return out
 
 
 # ---- in a run, where model is a Transformer
 
 
-def check_run(recipe: str, tokens: int, device: torch.device, dtype: str, compile: str) -> None:
+def check_run(recipe: str, tokens: int, device: torch.device) -> None:
     """Refuses a number of tokens of a rank that the kernel of the weight gradient cannot sum over, and a GPU without
-    FP8. dtype, compile: the values of the flags."""
+    FP8."""
     if tokens % MULTIPLE:
         raise UserError(f"--fp8 {recipe}: the {tokens} tokens of a rank must divide by {MULTIPLE}: change --seq_len")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)
-    if device.type != "cpu" and (compile == "none" or dtype != "bf16" or capability < (8, 9)):
-        raise UserError(
-            f"--fp8 {recipe}: a GPU needs compute capability (8, 9), not {capability}, --dtype bf16, not {dtype}, and"
-            f" --compile block, not {compile}; or --fp8 off"
-        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"--fp8 {recipe}: this GPU has no FP8, which begins with compute capability 8.9; --fp8 off")
 
 
 def convert_model(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.device) -> str:
-    """Converts the model -> a line about the layers, where those that differ only by their
-    numbers count together. If every layer is too small to become faster, as in a model for tests, all are converted.
-    Refuses names to skip that match no layer, and a model without any layer that can be converted."""
-    for small in (device.type == "cpu", True):
-        try:
-            rows = convert_linears(model, recipe, skip=skip, small=small)
-        except ValueError as e:
-            raise UserError(f"--fp8_skip: {e}") from None
-        if any(verdict == "fp8" for _, _, verdict in rows):
-            counts = Counter((re.sub(r"\d+", "*", name), verdict) for name, _, verdict in rows)
-            kinds = ", ".join(f"{n} x {name} ({verdict})" for (name, verdict), n in counts.items())
-            return f"FP8 recipe {recipe}: {kinds}"
-    raise UserError(f"--fp8 {recipe}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
-
-
-def prepare_scales(
-    model: nn.Module, mesh: DeviceMesh | None, gathers: bool, accumulates: bool, compiled: bool
-) -> WeightScales:
-    """Sets up the work that FP8 does once per step, and the figures of a middle block. Call it once the parameters are
-    allocated. gathers: weights are gathered in FP8. accumulates: steps have several micro-batches. compiled: the
-    scales are computed by compiled code."""
-    for m in fp8_layers(model.layers[len(model.layers) // 2]).values():
-        m.fp8_watch = torch.zeros(2, 5, device=held_tensor(m.weight).device, requires_grad=True)
-    if mesh is not None and gathers:
-        for m in fp8_layers(model).values():
-            gather_in_fp8(m, mesh["shard"])
-    group = None if mesh is None else mesh["shard"].get_group()
-    return WeightScales(model, model.dtype, group, accumulates, compiled)
+    """Converts the model, and watches a middle block -> a line that lists the layers; of those that differ only by a
+    number, it has one. Refuses a model without any layer that can be converted. device: of the computation."""
+    rows = convert_linears(model, recipe, skip=skip)
+    if all(verdict != "fp8" for _, _, verdict in rows):
+        raise UserError(f"--fp8 {recipe}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
+    for m in model.layers[len(model.layers) // 2].modules():
+        if isinstance(m, Fp8Linear):
+            m.fp8_watch = torch.zeros(2, 4, device=device, requires_grad=True)
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + f" ({verdict})" for name, _, verdict in rows)
+    return f"FP8 recipe {recipe}: {', '.join(kinds)}"

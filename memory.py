@@ -136,7 +136,7 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     if config.fp8 != "off":
         # A skipped layer with a number in its name may not be among the few blocks.
         named = tuple(name for name in config.fp8_skip if not re.search(r"\d", name))
-        fp8.convert_model(model, config.fp8, named, META)
+        fp8.convert_linears(model, config.fp8, skip=named)
     lora.add_adapters(model, config)
     shard.set_dtypes(model, DTYPES[config.param_dtype])
     if wrapped:
@@ -150,7 +150,7 @@ def _build(config: Config, wrapped: bool) -> Transformer:
     mode = config.checkpointing
     if config.compile != "none":  # a compiler keeps products and attention, and computes the rest again
         mode = "selective" if mode == "none" else mode
-        model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
+        model.lm_head.cross_entropy_ = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
         for layer in nf4.four_bit_layers(model).values():
             layer.dequantize = lambda codes, *how: codes.new_empty(len(codes), 2 * codes.shape[1], dtype=how[2])
     shard.checkpoint_activations(model, mode)
@@ -203,7 +203,7 @@ def _trace_blocks(config: Config, wrapped: bool, passes: int) -> list[int]:
     for unit, module in enumerate((*model.layers, model.norm)):
         module.register_forward_pre_hook(functools.partial(watch, unit))
     with live:
-        fp8.WeightScales(model, model.dtype, None, passes > 1, False)
+        fp8.WeightScales(model, None, gathers=False, reuse=passes > 1, compiled=False)
         for _ in range(passes):
             live.begin()
             loss = model(tokens, tokens, *documents)

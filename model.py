@@ -288,9 +288,9 @@ class Block(nn.Module):
 CHUNK_BYTES = 2**29
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     """Cross-entropy (fp32 [n], 0 for ignored targets) of logits [n, V] against targets [n]. grads: the gradient of its
-    sum overwrites the logits. The compiled function needs no other memory of this size.
+    sum overwrites the logits, in place as `_` says. The compiled function needs no other memory of this size.
 
     With x the logits of a token, t its target and p = softmax(x):
 
@@ -344,7 +344,7 @@ def head_pass(
     x: Tensor,  # [n, D]
     weight: Tensor,  # [V, D]
     targets: Tensor,  # [n]
-    cross_entropy: Callable,
+    cross_entropy_: Callable,
     grads: bool,
     scale: Tensor | None = None,  # fp32 [n]: the gradient of each row's loss; None: ones
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -370,7 +370,7 @@ def head_pass(
     for a in range(0, len(x), rows):
         chunk = x[a : a + rows]
         logits = chunk @ w.T
-        losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
+        losses.append(cross_entropy_(logits[:, :V], targets[a : a + rows], grads))
         if grads:  # the logits have become their gradient
             if scale is not None:
                 logits *= scale[a : a + rows, None]
@@ -387,8 +387,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The summed loss. Its gradients are computed in the forward pass, and nothing of the logits is saved."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
-        losses, dx, dw = head_pass(x, weight, targets, cross_entropy, grads)
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy_) -> tuple[Tensor, Tensor]:
+        losses, dx, dw = head_pass(x, weight, targets, cross_entropy_, grads)
         if grads:
             ctx.save_for_backward(dx, dw)
         ctx.mark_non_differentiable(losses)
@@ -403,19 +403,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The loss of each token, for objectives that are no sum of them (preferences.py). The weight of each token in the
+    """The loss of each token, for reductions other than their sum (preferences.py). The weight of each token in the
     gradient is known only in the backward pass, which computes the logits again."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cross_entropy) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cross_entropy_) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
-        ctx.cross_entropy = cross_entropy
-        return head_pass(x, weight, targets, cross_entropy, grads=False)[0]
+        ctx.cross_entropy_ = cross_entropy_
+        return head_pass(x, weight, targets, cross_entropy_, grads=False)[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, targets = ctx.saved_tensors
-        _, dx, dw = head_pass(x, weight, targets, ctx.cross_entropy, grads=True, scale=grad)
+        _, dx, dw = head_pass(x, weight, targets, ctx.cross_entropy_, grads=True, scale=grad)
         return dx, dw, None, None
 
 
@@ -427,7 +427,7 @@ class LossHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.cross_entropy = cross_entropy  # or that, compiled
+        self.cross_entropy_ = cross_entropy_  # or that, compiled
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, per_token: bool = False
@@ -436,8 +436,8 @@ class LossHead(nn.Module):
             return F.linear(x, self.weight.to(x.dtype)).float()
         tensors = x.flatten(0, 1), self.weight, targets.flatten()
         if per_token:
-            return _TokenLosses.apply(*tensors, self.cross_entropy).view(targets.shape)
-        loss, losses = _LinearCrossEntropy.apply(*tensors, torch.is_grad_enabled(), self.cross_entropy)
+            return _TokenLosses.apply(*tensors, self.cross_entropy_).view(targets.shape)
+        loss, losses = _LinearCrossEntropy.apply(*tensors, torch.is_grad_enabled(), self.cross_entropy_)
         return loss, losses.view(targets.shape)
 
 
@@ -464,7 +464,7 @@ class Details(NamedTuple):
     row_losses: fp32 [B]. router_sums: None without experts, else fp32 [L + 2, E]. Rows 0 ... L - 1: the tokens assigned
     to each expert of a layer. Row L: the balancing loss times the units (trained tokens or pairs). Row L + 1: the
     units. Each of the last two rows repeats one number. One tensor: the log sums all of it over the ranks at once.
-    figures: of an objective."""
+    figures: of a reduction."""
 
     row_losses: Tensor
     router_sums: Tensor | None
@@ -472,7 +472,7 @@ class Details(NamedTuple):
 
 
 # The losses of tokens [B, T] -> (the loss, summed over units; their number; figures for the log, without gradient)
-Objective = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+Reduction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Transformer(nn.Module):
@@ -485,8 +485,8 @@ class Transformer(nn.Module):
     documents: where documents begin, int32, for the packed back-ends (attention.py). If it is left out, it is computed.
 
     If shard.share_rows has set a `part` of each row, tokens and targets are of that part, positions and documents of
-    whole rows, and the loss is the part's. objective: computes another loss from those of the tokens, as preferences.py
-    does."""
+    whole rows, and the loss is the part's. reduction: computes another loss than the sum from those of the tokens, as
+    preferences.py does."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
@@ -508,15 +508,15 @@ class Transformer(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
-        details: bool = False, objective: Objective | None = None,
+        details: bool = False, reduction: Reduction | None = None,
     ) -> Tensor | tuple[Tensor, Details]:  # fmt: skip
         used = router_sums = figures = units = None
         if self.config.n_experts and torch.is_grad_enabled():
             used = self.used_places(targets, positions)
         x, routed = self._hidden(tokens, positions, None, documents, used)
-        if objective:
+        if reduction:
             losses = self.lm_head(x, targets, per_token=True)
-            loss, units, figures = objective(losses)
+            loss, units, figures = reduction(losses)
         else:
             loss, losses = self.lm_head(x, targets)
         if used is not None:
@@ -633,19 +633,20 @@ def random_init(
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         shape, std = shapes[name], initial_std(config, name)
-        stride = math.prod(shape[1:])
-        first, last, _ = slices[0].indices(shape[0])
-        begin, end = first * stride, max(first, last) * stride
-        out = torch.full((end - begin,), 1.0 if std is None else 0.0)
-        drawn = range(begin - begin % INIT_CHUNK, end, INIT_CHUNK) if std else ()  # the chunks that it overlaps
-        for start in drawn:
-            key = hashlib.sha256(f"{seed}/{name}/{start // INIT_CHUNK}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-            values = torch.empty(min(INIT_CHUNK, math.prod(shape) - start)).normal_(0.0, std, generator=generator)
-            a = max(begin, start)
-            kept = values[a - start : end - start]
-            out[a - begin : a - begin + len(kept)] = kept
-        return out.view(-1, *shape[1:])[(slice(None), *slices[1:])]
+        rows = range(shape[0])[slices[0]]
+        begin, end = (row * math.prod(shape[1:]) for row in (rows.start, rows.stop))  # elements
+        first = begin - begin % INIT_CHUNK
+        if std:
+            chunks = [torch.empty(0)]
+            for start in range(first, end, INIT_CHUNK):
+                key = hashlib.sha256(f"{seed}/{name}/{start // INIT_CHUNK}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+                chunk = torch.empty(min(INIT_CHUNK, math.prod(shape) - start))
+                chunks.append(chunk.normal_(0.0, std, generator=generator))
+            values = torch.cat(chunks)[begin - first : end - first]
+        else:
+            values = torch.full((end - begin,), 1.0 if std is None else 0.0)
+        return values.view(-1, *shape[1:])[(slice(None), *slices[1:])]
 
     return read
 

@@ -230,7 +230,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
     if mode == "model":
         model.compile(dynamic=False)
     elif mode == "block":
-        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy, dynamic=False)
+        model.lm_head.cross_entropy_ = torch.compile(model.lm_head.cross_entropy_, dynamic=False)
         for block in model.layers:
             block.forward = torch.compile(block.forward, dynamic=False)
 

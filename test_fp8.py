@@ -2,8 +2,10 @@
 process for several, the uncompiled code for the compiled."""
 
 import itertools
+import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
 from base.errors import UserError, exit_status
-from config import parse_args
 from fp8 import E4M3, RECIPES, WeightScales, convert_linears
 from model import MODELS, Linear, MoE, SwiGluMLP, Transformer, grouped_matmul
 from shard import checkpoint_activations
@@ -50,7 +51,7 @@ def run(layer, x, g):
 def make_layer(weight, recipe, grad_dtype="e5m2"):
     layer = Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     layer.weight.data.copy_(weight)
-    convert_linears(layer, recipe, grad_dtype, small=True)
+    convert_linears(layer, recipe, grad_dtype)
     return layer
 
 
@@ -61,7 +62,7 @@ def error(found, expected):
 def build(name, recipe="tensor", convert=True):
     model = Transformer(MODELS[name], BF16)
     if convert:
-        convert_linears(model, recipe, small=True)
+        convert_linears(model, recipe)
     return fill(model)
 
 
@@ -197,9 +198,6 @@ def test_what_is_converted():
     rows, model = on_meta("llama3-8b", "tensor")
     assert len(rows) == 4 * 32 + 1 and rows.pop("lm_head").startswith("bf16") and set(rows.values()) == {"fp8"}
     assert sum(isinstance(m, Linear) for m in model.modules()) == 128  # still what they were
-    rows, _ = on_meta("llama3.2-1b", "row")  # o_proj and down_proj have 2048 outputs
-    assert {n.split(".")[-1] for n, v in rows.items() if v == "fp8"} == {"qkv_proj", "gate_up_proj"}
-    assert rows["layers.0.mlp.down_proj"] == "bf16: too small to become faster"
     rows, _ = on_meta("mixtral-8x7b", "tensor", skip=["layers.3", "mlp.down_proj"])
     skipped = ("layers.0.mlp.gate", "layers.3.self_attn.qkv_proj", "layers.4.mlp.gate_up_proj")  # experts go together
     assert {rows[name] for name in skipped} == {"bf16: skipped by name"}
@@ -214,7 +212,7 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
     plain, model = build(name, convert=False), build(name)
     assert list(plain.state_dict()) == list(model.state_dict()) and not list(model.buffers())
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    WeightScales(model, BF16, None, True, False).refresh()
+    WeightScales(model, None, False, True, False).refresh()
     assert list(plain.state_dict()) == list(model.state_dict())
     assert not torch.equal(plain(tokens(), tokens()), model(tokens(), tokens()))
     plain.eval(), model.eval()
@@ -263,7 +261,7 @@ def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
         for i, p in enumerate(mlp.parameters()):
             p.copy_(randn(*p.shape, seed=i) * 0.1)
     if recipe:
-        convert_linears(mlp, recipe, small=True)
+        convert_linears(mlp, recipe)
     return mlp
 
 
@@ -281,7 +279,8 @@ def test_layers_compiled_or_quantized_once_per_step_give_the_same_bits(recipe, d
     for once, reuse, compiled in ((False, False, False), (True, False, False), (True, True, False), (True, True, True)):
         mlp = make_mlp(recipe, device)
         optimizer = torch.optim.SGD(mlp.parameters(), 0.01)
-        scales = WeightScales(mlp if once else nn.Module(), BF16, None, reuse, False)
+        mlp.dtype = BF16
+        scales = WeightScales(mlp, None, False, reuse, False) if once else SimpleNamespace(refresh=int)
         assert (mlp.down_proj.fp8_weight is not None) == (reuse and recipe == "tensor")
         if compiled:
             mlp.compile(dynamic=False, fullgraph=True, backend=backend)
@@ -325,30 +324,29 @@ def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe):
 
 def test_figures():
     x = torch.tensor([448.0, -448.0, 3.0, 2.0**-12, 0.0, 17.0, 1.0, 1.0])  # 17 lies between 16 and 18
-    figures = fp8.figures(x, *fp8.to_fp8(x, E4M3)).tolist()
-    assert figures == pytest.approx([2, 1, 8, x.square().sum().item(), 1 + 2.0**-24])
+    error = math.sqrt((1 + 2.0**-24) / x.square().sum().item())
+    assert fp8.figures(x, *fp8.to_fp8(x, E4M3)).tolist() == pytest.approx([2 / 8, 1 / 8, error, 1])
 
 
 @recipes
 def test_watched_layers_say_how_they_round(recipe):
     """Figures of each kind in the middle block, over two micro-batches, with checkpointing, which recomputes. Hooks on
     a layer see the same operands."""
-    config, seen = parse_args(["--fp8", recipe, "--compile", "none"]), []
-    model = build("tiny-llama", recipe)
-    scales = fp8.prepare_scales(model, None, False, True, config.compile != "none")
+    model, seen = build("tiny-llama", convert=False), []
+    fp8.convert_model(model, recipe, (), torch.device("cpu"))
+    scales = WeightScales(model, None, False, True, False)
     layer = model.layers[1].mlp.down_proj
     layer.register_full_backward_hook(lambda m, gx, gy: seen.append(gy[0].flatten(0, 1)))
     checkpoint_activations(model, "block")
-    for length in (16, 32):  # the second step starts afresh
+    for length in (16, 32):  # the second time starts afresh
         scales.refresh()
         seen.clear()
         for rows in tokens(4, length).chunk(2):
             model(rows, rows).backward()
-    found = fp8.watched(model)
+        found = fp8.watched(model)
     assert found.keys() == {f"fp8/{kind}/{o}_{f}" for kind in KINDS for o in "xg" for f in FIGURES}
     dtype, dim = (fp8.E5M2, None) if recipe == "tensor" else (E4M3, 1)
-    sums = sum(fp8.figures(g, *fp8.to_fp8(g, dtype, dim)) for g in seen)
-    expected = [sums[0] / sums[2], sums[1] / sums[2], (sums[4] / sums[3]).sqrt()]
+    *expected, _ = sum(fp8.figures(g, *fp8.to_fp8(g, dtype, dim)) for g in seen) / len(seen)
     assert [found[f"fp8/down_proj/g_{f}"] for f in FIGURES] == pytest.approx(torch.stack(expected).tolist())
     for kind in KINDS:
         assert 0.02 < found[f"fp8/{kind}/x_error"] < 0.04 and 0 < found[f"fp8/{kind}/x_saturated"] < 0.1
@@ -380,8 +378,7 @@ def test_flags_are_refused(flags, message, tmp_path, capsys):
         assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("capability, dtype", [((8, 0), "bf16"), ((8, 9), "fp32")])
-def test_gpus_are_refused(monkeypatch, capability, dtype):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
-    with pytest.raises(UserError, match=f"not {re.escape(str(capability))}.* not {dtype}"):
-        fp8.check_run("tensor", 2048, torch.device("cuda"), dtype, "block")
+def test_gpus_without_fp8_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
+    with pytest.raises(UserError, match="this GPU has no FP8"):
+        fp8.check_run("tensor", 2048, torch.device("cuda"))

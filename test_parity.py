@@ -237,8 +237,7 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     config = cell.config
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = train.build(config, ranks, mesh, shard.make_row_group(config.context_parallel, ranks))
-    compiled = config.compile != "none"
-    weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, cell.accumulate > 1, compiled)
+    scales = fp8.WeightScales(model, mesh, config.fp8_all_gather, cell.accumulate > 1, config.compile != "none")
     optimizer, out = make_optimizer(model, config), []
     optimizer.eps = EPS
     fill(model)
@@ -251,7 +250,7 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
         whole = rows_of(cell, step, text)
         batches = [part_of(whole, slice(a, a + size), columns) for a in starts]
         with mock.patch.dict("model.HEAD_ROWS", cpu=cell.head_rows):
-            train.train_step(model, optimizer, batches, rate, gradients, weight_scales, ranks.device, config.reshard)
+            train.train_step(model, optimizer, batches, rate, gradients, scales)
         out.append(gradients.seen)
     return [*out, [whole_tensor(p) for p in trainable_parameters(model).values()]]
 

@@ -78,10 +78,10 @@ def train(config: Config, run: Run) -> None:
     run.groups = shard.groups_of(mesh, row_group)
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
-    weight_scales = fp8.prepare_scales(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
+    scales = fp8.WeightScales(model, mesh, config.fp8_all_gather, data.accumulates, config.compile != "none")
     optimizer = make_optimizer(model, config)
     fill(model, optimizer, data, resume_from, read_values, config, ranks)
-    objective = preferences.make_objective(config, run, model, weight_scales, data, val_data, resume_from)
+    objective = preferences.make_objective(config, run, model, scales, data, val_data, resume_from)
     gradients = Gradients(model, config, ranks, mesh, resume_from.manifest.get("spikes", ()) if resume_from else ())
     saver = checkpoint.Saver(config, run, model, optimizer, data, start)
     log = Log(config, run, model, start, data.names)
@@ -93,9 +93,7 @@ def train(config: Config, run: Run) -> None:
             with run.phase("data"):
                 micro_batches = next(steps)
             lr = learning_rate(config, step)
-            loss, grad_norm, details = train_step(
-                model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard, objective
-            )
+            loss, grad_norm, details = train_step(model, optimizer, micro_batches, lr, gradients, scales, objective)
             log.sum_details(details)
             todo = actions_after(config, step, run.vote())  # of all ranks; of several, one step late
             gradients.check(step, wait=todo.record)  # raises for the step before, or, before a record, for this one
@@ -149,8 +147,7 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
 
 def train_step(
     model: Transformer, optimizer: Optimizer, micro_batches: list[Batch], lr: float, gradients: Gradients,
-    weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
-    objective: Callable | None = None,
+    weight_scales: fp8.WeightScales, objective: Callable | None = None,
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per unit, gradient norm, each micro-batch with its
     Details). The units are the trained tokens, or with an objective the pairs. Loss and norm count all ranks: fp32
@@ -167,10 +164,11 @@ def train_step(
     In the means' mean, a token of rank 0 would count as much as 100 tokens of rank 1. It would also change with the
     number of ranks and with the size of micro-batches; the quotient of sums does not. A gradient is a sum of its
     tokens' gradients like the loss, so the same division makes it the gradient of 2.01."""
+    config, device = gradients.config, gradients.ranks.device
     weight_scales.refresh()  # of FP8, if there is some
     local_loss, local_units, details = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(micro_batches):
-        shard.prepare_backward(model, i == len(micro_batches) - 1, reshard)
+        shard.prepare_backward(model, i == len(micro_batches) - 1, config.reshard)
         local_units += batch.units()  # on the host, which does not wait for the GPU
         batch = batch.to(device)
         batch_loss, batch_details = forward(model, batch, objective)
@@ -181,11 +179,10 @@ def train_step(
     loss_sum, units, squared_norm = gradients.global_sums(local_loss, local_units)  # over all ranks
     loss = loss_sum / units  # the mean over the units; without any it is NaN, and the update is skipped
     grad_norm = squared_norm.sqrt() / units  # of the mean's gradient; the gradients themselves are still sums
-    clip = gradients.config.clip
     # Clipping multiplies the mean's gradient by clip / grad_norm if it is longer than clip: a divisor of at least 1.
-    clip_divisor = (grad_norm / clip).clamp(min=1.0) if clip else 1.0
+    clip_divisor = (grad_norm / config.clip).clamp(min=1.0) if config.clip else 1.0
     gradients.skip = (~(loss.isfinite() & grad_norm.isfinite())).float()  # gradients.check reads it one step later
-    if gradients.config.skip_spikes:
+    if config.skip_spikes:
         gradients.skip_spike(loss, grad_norm)
     optimizer.step(lr, grad_divisor=units * clip_divisor, skip=gradients.skip)
     return loss, grad_norm, details
@@ -193,8 +190,8 @@ def train_step(
 
 def forward(model: Transformer, batch: Batch, objective: Callable | None = None) -> tuple[Tensor, Details]:
     """-> (the loss of a micro-batch, summed over its units, Details)"""
-    how = partial(objective, batch) if objective else None
-    return model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True, objective=how)
+    reduction = partial(objective, batch) if objective else None
+    return model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True, reduction=reduction)
 
 
 def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
