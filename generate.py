@@ -373,15 +373,19 @@ def answer_prompts(args: argparse.Namespace, source: Source, ranks: Ranks) -> No
     batches = {Path(args.out, f"batches/{i}.json"): todo[i : i + args.batch] for i in range(0, len(todo), args.batch)}
     missing = on_first_rank(lambda: [file for file in batches if not file.exists()], ranks)
     model = source.load(args.dtype, ranks)
-    for file in tqdm(missing[ranks.rank :: ranks.world_size], unit="batch", disable=ranks.rank > 0):
-        texts = []
-        for n, k in batches[file]:
-            ids, fields, _ = prompts[n]
-            how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
-            texts.append(Text(source.tokenizer, ids, *how))
-        for _ in sample(model, texts, source.context, **args.how):
-            pass
-        write_json(file, {"answers": [(text.answer, text.finish) for text in texts]})
+
+    def answer() -> None:
+        for file in tqdm(missing[ranks.rank :: ranks.world_size], unit="batch", disable=ranks.rank > 0):
+            texts = []
+            for n, k in batches[file]:
+                ids, fields, _ = prompts[n]
+                how = args.tokens, f"{args.seed} {n} {k}", isinstance(fields["prompt"], str), source.stop, args.stop
+                texts.append(Text(source.tokenizer, ids, *how))
+            for _ in sample(model, texts, source.context, **args.how):
+                pass
+            write_json(file, {"answers": [(text.answer, text.finish) for text in texts]})
+
+    on_every_rank(answer, ranks)  # the results need the batches of all ranks
     on_first_rank(lambda: write_results(args, prompts, batches, reward), ranks)
 
 
