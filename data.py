@@ -17,6 +17,7 @@ A resume after step 2 begins with sample 8. It needs neither the rows before it 
 
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
+    python data.py train-tokenizer --data FILES --vocab_size N --out DIR
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; [[trained tokens]]
     python data.py show --run RUN --step N                              the rows of a run's step"""
 

@@ -79,8 +79,6 @@ def find_info(store, path: str) -> dict | None:
 def _open_store(spec, flag):
     from fsspec import url_to_fs
 
-    if spec.startswith(("http://", "https://")):
-        raise UserError(f"{flag} {spec}: download it first, with `curl -LO`")
     try:
         return url_to_fs(spec)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account

@@ -60,7 +60,7 @@ from dataset.files import (
     store_errors,
 )
 from hf.chat import CHATS_KNOWN, Notes, chat_template, find_messages, find_pair, render_chat
-from hf.tokenizer import load_tokenizer
+from hf.tokenizer import holds_tokenizer, load_tokenizer, train_tokenizer
 
 # Part of the key of prepared tokens. Raise it with any change that makes other tokens or shards of the same text: in
 # reading, in conversations and their templates, in tokenizers, or here. The cache then tokenizes all text again.
@@ -74,6 +74,7 @@ MAGICS = {  # of llm.c's headers -> version, bytes per token, token before a doc
 }
 INDEX = "index.json"
 SHARD_TOKENS = 100_000_000
+SAMPLE = 2**28  # characters from which a tokenizer is trained
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 warn_once = functools.cache(log.warning)  # each message once in a process
@@ -179,10 +180,9 @@ class Encoder(NamedTuple):
     def of_file(self, file: TextFile) -> "Encoder":
         return self._replace(text_field=file.text_field or self.text_field)
 
-    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
-        """-> (tokens, kind: text, or chat or pair, whose tokens carry TRAINED and BEGINS, changes and omissions in a
-        conversation). A pair that says nothing has no tokens. UserError if it is a bad row."""
-        tokenizer, name = load_tokenizer(self.tokenizer), self.text_field or "text"
+    def read(self, row: TextRow) -> tuple[str | None, list[tuple]]:
+        """-> (text, []) or (None or a text that is not used, conversations). UserError if a row has neither."""
+        name = self.text_field or "text"
         fields = row.fields(name)
         text = fields.get(name)
         is_text, conversations = isinstance(text, str), []
@@ -195,6 +195,13 @@ class Encoder(NamedTuple):
             raise UserError(
                 f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
+        return text, conversations
+
+    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
+        """-> (tokens, kind: text, or chat or pair, whose tokens carry TRAINED and BEGINS, changes and omissions in a
+        conversation). A pair that says nothing has no tokens. UserError if it is a bad row."""
+        tokenizer = load_tokenizer(self.tokenizer)
+        text, conversations = self.read(row)
         if not conversations:
             return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
         answers = [message for messages, *_ in conversations for message in messages[-1:]]  # a bad row may have none
@@ -473,6 +480,16 @@ VERBS = {
         "help": "compares shards with their headers and checksums: verify DIR|FILE ...",
         "flags": {"path": dict(nargs="+", type=Path, help="folders or .bin files")},
     },
+    "train-tokenizer": {
+        "help": "learns a tokenizer from text: of more than 256 MB, from the beginning of each file",
+        "flags": {
+            "--data --input": dict(nargs="+", required=True, help="files of text"),
+            "--vocab_size": dict(type=within(int, 261, 2**20), required=True, help="ids, at least 261"),
+            "--out": dict(nargs=1, required=True, help="the folder for the tokenizer"),
+            "--text_field": dict(nargs="+", help="as for train.py, like the next one"),
+            "--chat_fields": dict(nargs="+"),
+        },
+    },
     "show": {
         "help": "prints rows as the model sees them: show --data FILES [any flag of train.py], or --run RUN --step N",
         "flags": {
@@ -482,6 +499,29 @@ VERBS = {
         },
     },
 }
+
+
+def _train_tokenizer(sources, encoder, out, vocab_size):
+    """Trains a tokenizer on the same share of each file, from its beginning, and measures it."""
+    if holds_tokenizer(out):
+        raise UserError(f"--out {out} has a tokenizer already: name another folder")
+    texts = []
+    for file in sources:
+        rest = SAMPLE // len(sources)
+        for row in file.rows(0, 0):
+            with naming(f"{file.name} row {row.number}"):
+                text, conversations = encoder.of_file(file).read(row)
+            for messages, *_ in conversations:
+                text = "\n".join(str(message.get("content", "")) for message in messages)
+            texts.append(text[:rest])
+            rest -= len(texts[-1])
+            if not rest:
+                break
+    train_tokenizer(iter(texts), vocab_size, out)
+    tokenizer, text = load_tokenizer(str(out)), "".join(texts[:1000])[:1_000_000]
+    ratio = len(text.encode()) / (len(tokenizer.encode(text)) or 1)
+    size = tokenizer.vocab_size
+    print(f"{out}: {size} ids, {ratio:.2f} bytes per token; give --vocab_size {size} with it")
 
 
 def main(argv: list[str], parse_args: Callable) -> None:
@@ -498,6 +538,8 @@ def main(argv: list[str], parse_args: Callable) -> None:
     config = parse_args([word for name, words in given.items() for word in (f"--{name}", *words)])
     fields, encoder, out = text_fields(config), Encoder.of(config), Path(config.out)
     sources = [file for spec in config.data for file in find_files(spec, "--data", fields.get(spec, ""))]
+    if verb == "train-tokenizer":
+        return _train_tokenizer(sources, encoder, out, *how)
     index = prepare_folder(sources, encoder, out, *how)
     tell_omissions(index)
     tokens, shards = sum(file["tokens"] for file in index["files"].values()), plural(len(index["files"]), "shard")

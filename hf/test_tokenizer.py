@@ -3,7 +3,6 @@
 import io
 import json
 import random
-import re
 from functools import cache
 from pydoc_data.topics import topics
 
@@ -13,8 +12,9 @@ import tokenizers
 import tokenizers.pre_tokenizers as pre
 import transformers
 
-from base.disk import ROOT
 from base.errors import UserError
+from config import parse_args
+from dataset.prepare import main as run_text_command
 from hf import tokenizer as T
 from hf.chat import chat_template, render_chat
 from hf.weights import write_tokenizer
@@ -118,20 +118,29 @@ def test_a_stream_holds_whole_characters(tmp_path):
             ours.encode("a\ud800b")
 
 
-def test_the_tokenizer_of_guide_1(tmp_path, monkeypatch):
-    """Any text comes back, transformers has the same ids, and conversations have their tokens."""
-    (tmp_path / "mytext.txt").write_text("\n".join(TEXT))
-    monkeypatch.chdir(tmp_path)
-    exec(re.search(r"```python\n(.*?)```", (ROOT / "guide/1-your-own-text.md").read_text(), re.DOTALL)[1], {})
-    ours = T.load_tokenizer("tokenizer.json")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")
-    assert ours.vocab_size == len(theirs) == 4096 and T.begins_with_bos(ours)
+def test_a_trained_tokenizer(tmp_path, monkeypatch, capsys):
+    """From the beginnings of documents and conversations. The size is a multiple of 64, any text comes back, and
+    transformers has the same ids."""
+    (tmp_path / "a.txt").write_text("\n".join(TEXT))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "zyxwvu " * 99, "completion": "x" * 9999 + "qqq" * 9999}))
+    monkeypatch.setattr("dataset.prepare.SAMPLE", 20_000)
+    flags = ["train-tokenizer", "--data", f"{tmp_path}/a.txt", f"{tmp_path}/b.jsonl", "--vocab_size", "1000", "--out"]
+    for name in ("one", "two"):
+        run_text_command([*flags, f"{tmp_path}/{name}"], parse_args)
+    assert f"{tmp_path}/one: 1024 ids, " in capsys.readouterr().out
+    one, two = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("one", "two"))
+    assert one == two and "Ġzyxwvu" in one.decode() and "qqq" not in one.decode()
+    ours, theirs = T.load_tokenizer(f"{tmp_path}/one"), transformers.AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert ours.vocab_size == len(theirs) == 1024 and ours.control["<|eot_id|>"] == 4 and ours.adds_bos
     for text in STRINGS:
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert ours.decode(ids) == text
+        assert ours.decode(ids) == theirs.decode(ids) == text
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     assert sum(render_chat(ours, messages, chat_template(ours, "llama"))[1]) == 2  # y<|eot_id|>
+    for more, message in (["one"], "has a tokenizer already"), (["three", "--lr", "1"], "arguments: --lr 1"):
+        with pytest.raises(UserError, match=message):
+            run_text_command([*flags, f"{tmp_path}/{more[0]}", *more[1:]], parse_args)
 
 
 # ---- sentencepiece

@@ -16,10 +16,11 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from base.disk import read_file, read_object
+from base.disk import read_file, read_object, write_json
 from base.errors import UserError, naming, printable
 from base.hub import local_path
 
@@ -273,3 +274,29 @@ def _read_tokenizer(source: Path) -> Tokenizer:
 
 def _text_of(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
+
+
+# BOS, EOS, and those of our template for Llama 3.
+RESERVED = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> None:
+    """Writes a byte-level BPE with GPT-2's split into a folder that --tokenizer and transformers read. Reserved ids
+    fill it up to vocab_size, rounded up to a multiple of 64. The library keeps the words of the texts only once."""
+    from tokenizers import ByteLevelBPETokenizer, processors
+
+    backend, (bos, eos, *_) = ByteLevelBPETokenizer(), RESERVED
+    backend.train_from_iterator(texts, vocab_size, special_tokens=[*RESERVED], show_progress=sys.stderr.isatty())
+    missing = -(-vocab_size // 64) * 64 - backend.get_vocab_size()
+    backend.add_special_tokens([f"<|reserved_{i}|>" for i in range(missing)])
+    backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, 0)])
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+    write_json(folder / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
+    backend.save(str(folder / "tokenizer.json"))
