@@ -1,9 +1,9 @@
 """Golden losses: training runs whose losses must not change unless a change of the numerics is intended.
 
-    python bench/golden.py                  # compare this checkout's losses with golden/losses.json
+    python bench/golden.py                  # compare this checkout's losses with golden.json
     python bench/golden.py --record         # replace the records of this torch, CPU maker and family
 
-train.py trains six tiny recipes for 60 steps, each on one rank and on two. golden/losses.json holds the loss and the
+train.py trains six tiny recipes for 60 steps, each on one rank and on two. golden.json holds the loss and the
 gradient norm of every step and the final validation loss, per torch, CPU maker and family, and instruction set.
 Runs use one thread per rank, no compiler, one instruction set in torch and oneDNN, and the MKL code that all x86 CPUs
 share. The avx512_bf16 set computes in bf16, unless a recipe says fp32; the other sets compute in fp32.
@@ -37,7 +37,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,8 +58,7 @@ import train
 from curves import read_records
 
 FOLDER = Path(__file__).resolve().parent
-DATA = FOLDER / "golden"  # texts and conversations of 60 invented words
-RECORD = DATA / "losses.json"
+RECORD = FOLDER / "golden.json"
 CPUINFO = Path("/proc/cpuinfo")
 TORCH = version("torch").partition("+")[0]
 FIRST = 5  # steps that are compared closely
@@ -118,6 +116,28 @@ def sets_here() -> list[str]:
     return [name for name, (_, _, flag, _) in SETS.items() if flag in CPUINFO.read_text()]
 
 
+def write_data(folder: Path) -> None:
+    """Texts and conversations of 60 invented words, from a generator that no version of Python or numpy changes."""
+    state = 1
+
+    def draw(n: int) -> int:
+        nonlocal state
+        state = (1103515245 * state + 12345) % 2**31  # the linear congruential generator of the C standard
+        return (state >> 8) % n
+
+    def sentence() -> str:
+        return " ".join(words[min(draw(60), draw(60))] for _ in range(3 + draw(9))) + ".\n"
+
+    words = ["".join("aeioulnrst"[draw(10)] for _ in range(1 + draw(7))) for _ in range(60)]
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text("".join(sentence() for _ in range(800)))
+    with open(folder / "chat.jsonl", "w") as file:
+        for _ in range(200):
+            turns = ("user", "assistant") * (1 + draw(2))
+            messages = [{"role": role, "content": sentence()} for role in turns]
+            print(json.dumps({"messages": messages}), file=file)
+
+
 def train_rank(index: int, dtype: str, ports: list[int]) -> None:
     """One of the three processes that train a recipe: the first alone, the others as two ranks."""
     recipe, port = [*RECIPES][index // 3], ports[index // 3]
@@ -145,7 +165,7 @@ def measure(instructions: str) -> dict[str, Figures]:
     aten, onednn, _, dtype = SETS[instructions]
     environment = os.environ | ENVIRONMENT | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(DATA, folder, dirs_exist_ok=True)
+        write_data(Path(folder))
         command = [sys.executable, "-c", f"import golden; golden.train_all({dtype!r})"]
         subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         return {run.name: figures(run) for run in Path(folder).glob("* on *")}

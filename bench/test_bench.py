@@ -3,7 +3,6 @@ other machines catch three deliberate mistakes."""
 
 import json
 import re
-import shutil
 import warnings
 from argparse import Namespace
 
@@ -57,7 +56,7 @@ def test_the_losses_are_the_recorded_ones(instructions, monkeypatch, capsys):
 def test_the_tolerance_catches_deliberate_mistakes(mistake, tmp_path, monkeypatch):
     """The first steps of one recipe, compared with the record as another machine's would be."""
     skip_plots(monkeypatch.setattr)
-    shutil.copytree(golden.DATA, tmp_path, dirs_exist_ok=True)
+    golden.write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     make = train.make_optimizer
 
