@@ -31,6 +31,7 @@ SHORTENED = (".txt", ".jsonl", ".json", ".csv", ".parquet", SHARD)  # suffixes t
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 LANES = 64  # a stream has at least as many, unless --lanes says otherwise
 ALIASES = {"0": "off", "1": "tensor"}  # of --fp8
+KINDS = {bool: "on|off", int: "integer", float: "number", str: "text", tuple: "name"}  # as --help shows values
 REPLACES = {"data": "val_data", "epochs": "steps", "steps": "epochs"}  # a flag drops a recipe's other flag
 
 
@@ -312,7 +313,11 @@ def with_recipes(argv: list[str]) -> dict[str, tuple[list[str], str]]:
     both on the command line."""
     words = []
     settings = {"": (words, "")}  # before the first flag
-    for word, recipe in _expand(argv):
+    try:
+        expanded = [*_expand(argv)]
+    except RecursionError:
+        raise UserError(f"{' '.join(argv)}: a recipe names itself") from None
+    for word, recipe in expanded:
         if word.endswith(".args"):
             raise UserError(f"{word}: a recipe begins with @, as in @recipes/default.args")
         if word.startswith("--"):
@@ -349,6 +354,9 @@ def on_or_off(word: str) -> bool:
     return ("off", "false", "on", "true").index(word.lower()) > 1
 
 
+on_or_off.__name__ = KINDS[bool]  # for argparse's message about other words
+
+
 def make_parser() -> Parser:
     """Everything in it is from Config's fields."""
     parser = Parser(
@@ -361,14 +369,15 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in FIELDS:
         kind, rules = type(f.default), f.metadata
-        how = {"help": rules["help"], "default": f.default}
+        how = {"help": rules["help"], "default": f.default, "metavar": "|".join(rules["choices"]) or KINDS[kind]}
         if rules["group"]:
             group = parser.add_argument_group(rules["group"])
         if rules["choices"]:
-            how |= {"choices": rules["choices"], "metavar": "|".join(rules["choices"])}
-            how["type"] = lambda word: ALIASES.get(word, word)
+            how["choices"] = rules["choices"]
+            if f.name == "fp8":
+                how["type"] = lambda word: ALIASES.get(word, word)
         elif kind is bool:
-            how |= {"nargs": "?", "const": True, "type": on_or_off, "metavar": "on|off"}
+            how |= {"nargs": "?", "const": True, "type": on_or_off}
         elif kind is tuple:
             how |= {"nargs": "+", "default": ""}
         elif kind is not str:
@@ -390,13 +399,20 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     trains: an empty command line means the default recipe, and adapters need weights."""
     argv = argv or DEFAULT * trains
     settings = with_recipes(argv)
-    recipes = [Path(word[1:]).stem for word in argv if word.startswith("@")]
+    try:
+        return _make_config(settings, [Path(word[1:]).stem for word in argv if word.startswith("@")], trains)
+    except UserError as e:
+        _, recipe = settings.get(re.search(r"--(\w+)|$", str(e))[1], ([], ""))
+        raise UserError(f"{recipe}: {e}" if recipe else str(e)) from None
+
+
+def _make_config(settings: dict[str, tuple[list[str], str]], recipes: list[str], trains: bool) -> Config:
     values = vars(make_parser().parse_args([word for words, _ in settings.values() for word in words]))
     for f in FIELDS:
         if isinstance(f.default, tuple):
             words = values[f.name]
             is_spaced = f.name in ("data", "val_data", "text_field")
-            values[f.name] = tuple(filter(None, words if is_spaced else ",".join(words).split(",")))
+            values[f.name] = tuple(words if is_spaced else filter(None, ",".join(words).split(",")))
     _refuse_first(
         ({"steps", "epochs"} <= settings.keys(), "--steps and --epochs exclude each other"),
         (
@@ -407,7 +423,7 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     if values["dpo"] in ("sigmoid", "ipo"):
         values["dpo_beta"] = values["dpo_beta"] or 0.1
     model = values["model"] = values["model"] or values["weights"] or "tiny-llama"
-    path = Path(model)
+    path = Path(os.path.abspath(model))  # the name of "." is its folder's
     name = f"{path.parent.name}-hf" if path.name == "hf" else path.name  # the export of a run, runs/NAME/hf
     names = "-".join([*(recipes or [name]), *map(name_of, values["data"])])
     values["out"] = values["out"] or "runs/" + re.sub(r"[^\w.-]+", "-", names).strip("-.")

@@ -42,7 +42,7 @@ def _folder_of(spec: str, config: Config) -> Path:
     """The folder that --weights or --model names."""
     if spec == config.weights:
         return local_path(spec, "--weights")
-    near = nearest(Path(spec).name.lower(), MODELS)
+    near = nearest(Path(spec).name, MODELS)
     meant = f"did you mean {near}? " if near else ""
     with naming(f"--model {spec}: unknown; {meant}--help lists all. As a folder"):
         return local_path(spec, "--model")

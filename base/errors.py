@@ -56,8 +56,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
-        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        near = ", ".join(filter(None, (nearest(flag, self._option_string_actions) for flag in flags)))
+        flags, known = [word.partition("=")[0] for word in words if word.startswith("--")], self._option_string_actions
+        ends = [name for flag in flags for name in known if name.endswith(f"_{flag[2:]}")]
+        near = ", ".join(ends[:1] or filter(None, (nearest(flag, known) for flag in flags)))
         raise UserError(message + f"; did you mean {near}?" * bool(near) + "; --help lists all flags")
 
 
@@ -96,7 +97,7 @@ FOLLOWED = 10**9  # the order of an end that another end has caused, as in launc
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """The known name that is spelt most like a word; empty if none is near."""
-    return "".join(difflib.get_close_matches(word, names, 1, 0.8))
+    return "".join(difflib.get_close_matches(word.lower(), names, 1, 0.7))
 
 
 def describe_error(error: Exception) -> tuple[int, str]:
