@@ -163,7 +163,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
     ("--steps 1.5", "--steps: invalid int value: '1.5'"), ("--steps", "--steps: expected one argument"),
     ("--steps 5 stray", "arguments: stray"), ("-x", "arguments: -x"), ("--check maybe", "on\\|off value: 'maybe'"),
     ("--data=", "--data  does not exist"), ("--compile 0", "--compile: invalid choice: '0'"),
-    ("--batch 4", "mean --micro_batch\\?"), ("--STEPS 4", "mean --steps\\?"),
+    ("--batch 4 --stpes 5", "mean --micro_batch, --steps\\?"), ("--STEPS 4", "mean --steps\\?"),
     ("--stpes 5", "--stpes 5; .* --steps\\?; "), ("--sequ-len", "arguments: --sequ_len; .* --seq_len\\?; "),
     ("--data a.bin --sample_every 5", "--sample_every needs the --tokenizer"),
     ("--model lama2-7b", "unknown; did you mean llama2-7b\\? --help lists all"), ("--foo", "arguments: --foo; --help"),

@@ -56,10 +56,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
-        flags, known = [word.partition("=")[0] for word in words if word.startswith("--")], self._option_string_actions
-        ends = [name for flag in flags for name in known if name.endswith(f"_{flag[2:]}")]
-        near = ", ".join(ends[:1] or filter(None, (nearest(flag, known) for flag in flags)))
-        raise UserError(message + f"; did you mean {near}?" * bool(near) + "; --help lists all flags")
+        near, known = [], self._option_string_actions
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+            ends = [name for name in known if name.endswith(f"_{flag[2:]}")]
+            near.append(ends[0] if ends else nearest(flag, known))
+        meant = ", ".join(filter(None, near))
+        raise UserError(message + f"; did you mean {meant}?" * bool(meant) + "; --help lists all flags")
 
 
 def within(kind: type, least: float, most: float = 2**53) -> Callable[[str], float]:
