@@ -362,13 +362,15 @@ def watched(model: nn.Module) -> dict[str, float]:
 # ---- in a run, where model is a Transformer
 
 
-def check_run(recipe: str, tokens: int, device: torch.device) -> None:
-    """Refuses a number of tokens of a rank that the kernel of the weight gradient cannot sum over, and a GPU without
-    FP8."""
+def check_run(recipe: str, tokens: int, device: torch.device, dtype: str) -> None:
+    """Refuses a number of tokens of a rank that the kernel of the weight gradient cannot sum over, a GPU without FP8,
+    and on GPUs other dtypes than bf16, which kernels of rows and experts do not return. dtype: the flag's value."""
     if tokens % MULTIPLE:
         raise UserError(f"--fp8 {recipe}: the {tokens} tokens of a rank must divide by {MULTIPLE}: change --seq_len")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--fp8 {recipe}: this GPU has no FP8, which begins with compute capability 8.9; --fp8 off")
+    if device.type != "cpu" and dtype != "bf16":
+        raise UserError(f"--fp8 {recipe}: GPUs need --dtype bf16, not {dtype}; or --fp8 off")
 
 
 def convert_model(model: nn.Module, recipe: str, skip: tuple[str, ...], device: torch.device) -> str:

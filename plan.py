@@ -160,7 +160,7 @@ def settle(config: Config, device: torch.device, world_size: int) -> Config:
     micro_batch, batch_tokens = split_batch(config, world_size)
     if config.fp8 != "off":
         tokens = micro_batch * config.seq_len // config.context_parallel
-        fp8.check_run(config.fp8, tokens, device)
+        fp8.check_run(config.fp8, tokens, device, config.dtype)
         with META:
             fp8.convert_model(transformer.Transformer(config.model_config), config.fp8, config.fp8_skip, device)
     kind, compiled = device.type.replace("meta", "cuda"), config.compile != "none"

@@ -381,4 +381,4 @@ def test_flags_are_refused(flags, message, tmp_path, capsys):
 def test_gpus_without_fp8_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
     with pytest.raises(UserError, match="this GPU has no FP8"):
-        fp8.check_run("tensor", 2048, torch.device("cuda"))
+        fp8.check_run("tensor", 2048, torch.device("cuda"), "bf16")

@@ -227,7 +227,7 @@ def test_shared_rows_take_the_activations_of_their_part():
     ("--gpus 6 --context_parallel 4", "--context_parallel 4 does not divide the 6 ranks"),
     ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
     ("--gpus 8 --compile model", "--compile model with several processes"),
-    ("--gpu a100-80 --fp8 tensor", "has no FP8"),
+    ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 row --dtype fp32", "need --dtype bf16, not fp32"),
     ("--fp8 row --fp8_skip layers.99", "--fp8_skip: no layer is called layers.99"),
     ("--attention varlen --dtype fp32", "--attention varlen needs a GPU"),
     ("--epochs 2", "plan.py reads no data; give --steps"), ("--failure_hours 9", "no effect without --save_seconds"),
