@@ -207,6 +207,14 @@ def test_a_lock_that_is_gone_or_another_jobs_ends_the_run(tmp_path, watched, mon
     assert (tmp_path / "lock").exists() == taken
 
 
+def test_a_lock_that_is_gone_for_a_moment_is_kept(watched, monkeypatch):
+    """It is released at the end of a run, maybe while the watchdog looks."""
+    looks = mock.Mock(side_effect=["it is gone", *[""] * 3, "it is gone", *[""] * 99])
+    monkeypatch.setattr(watched.watchdog, "_lost_lock", looks)
+    wait_until(lambda: looks.call_count > 5)
+    assert not watched.watchdog.ended
+
+
 def test_a_disk_that_does_not_answer_costs_no_lock(tmp_path, watched, monkeypatch, caplog):
     """Longer than the lease. When the disk answers, the lock is renewed, and it counts whose it is."""
     watched.watchdog.signals.settimeout(0.05)

@@ -39,6 +39,7 @@ class Watchdog:
         self.run, self.ranks, self.clock, self.store = run, run.ranks, run.clock, run.store
         self.stopped_at = 0.0  # when the first request to stop came
         self.warned = False  # of a disk that does not let it renew the lock
+        self.lost = ""  # what the last look at the lock has found
         self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
         self.parent, self.siblings = os.getppid(), 0  # siblings: ranks that the parent, torchrun, has, if it has all
@@ -62,9 +63,11 @@ class Watchdog:
                 self._beat()
                 self._follow()
             self._obey(arrived)
-            if self.run.lock and (reason := self._lost_lock()):
+            before, self.lost = self.lost, self._lost_lock() if self.run.lock else ""
+            # At the end the main thread may release it during a look, and filelock may move it aside for a moment.
+            if before and self.lost:
                 self.run.ended = True  # status.json may be another job's by now
-                what = f"the lock is lost, perhaps to another job ({reason})"
+                what = f"the lock is lost, perhaps to another job ({self.lost})"
                 self._end("failed", f"--out {self.run.folder}: {what}")
             self._check_progress()
 
