@@ -202,8 +202,8 @@ class Saver(AbstractContextManager):
     """Writes checkpoints in the background: `save` computes the probe's loss, and a thread copies this rank's shards
     into the host's memory and writes them. The optimizer's next step waits for the copies. Each save waits for the
     previous save. One that fails is tried again after PAUSE seconds, and if it fails again, the run goes on until the
-    next save; TRIES failures in a row end the run. If an error ends the loop, the context manager waits for the save in
-    progress. All ranks must make one."""
+    next save, for which training waits; TRIES failures in a row end the run. If an error ends the loop, the context
+    manager waits for the save in progress. All ranks must make one."""
 
     def __init__(self, config: Config, run: Run, model: nn.Module, optimizer: Optimizer, data: Loader, start: int):
         """start: the last step before this start of the run."""
@@ -245,8 +245,9 @@ class Saver(AbstractContextManager):
                 "model": asdict(self.config.model_config),
             }
             tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
-            # Otherwise training waits: for the last save, and for an offloaded state, which fills the host.
-            copies = self.config.save_async and self.config.offload == "none" and not last
+            # Otherwise training waits: for the last save, for one that may end the run, and for an offloaded state,
+            # which fills the host.
+            copies = self.config.save_async and self.config.offload == "none" and not (last or self.failures)
             if copies:
                 self.optimizer.may_update.clear()
                 self.copies.begin()
