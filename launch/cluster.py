@@ -260,9 +260,8 @@ def verb_train(words: list[str]) -> int:
     if hosts[0].problem:
         raise UserError(hosts[0].problem)
     say(done["err"], sys.stderr, end="")
-    messages, _, about = done["out"].rpartition("{")
-    say(messages, end="")
-    if done["exit"] or config.check or '"state": "finished"' in about:
+    say(re.sub("(?m)^{.*\n", "", done["out"]), end="")
+    if done["exit"] or config.check or '"state": "finished"' in done["out"]:
         return abs(done["exit"])
     out = Path(config.out)
     job |= {"out": str(out.absolute()), "timeout": float(config.timeout)}

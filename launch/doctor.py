@@ -47,7 +47,7 @@ OWN_FILES = [
     "launch/*.py",
     "launch/*.sh",
     "bench/*.py",
-    "bench/golden/*",
+    "bench/*.json",
 ]
 # The project's own files: code, scripts and recipes; not `hosts`, which does not affect a run.
 CODE = sorted(str(path.relative_to(ROOT)) for pattern in OWN_FILES for path in ROOT.glob(pattern))
@@ -99,7 +99,8 @@ class Host:
         answer = last_line(done.stdout)  # other lines are a .bashrc's
         if answer.startswith("{"):
             return json.loads(answer)
-        return {"silent": last_line(done.stderr) or f"no answer in {patience} s"}
+        late = done.returncode == 124  # timeout's; stderr may have ssh's remarks
+        return {"silent": f"no answer in {patience} s" if late else last_line(done.stderr)}
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:

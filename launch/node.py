@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
@@ -190,9 +191,10 @@ def run_agent(request):
     try:
         choose_interface(request["node"], request["first"], request["last"])
         status = torchrun(logs, [*flags, f"{ROOT}/train.py", *request["words"]])
-    finally:
-        kill_all(logs)
-        write_json(logs / "agent.json", {"exit": status})
+    except BaseException:
+        traceback.print_exc()  # before agent.json has the end: then the launcher shows this file
+    kill_all(logs)
+    write_json(logs / "agent.json", {"exit": status})
     return status
 
 

@@ -5,11 +5,13 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -167,6 +169,21 @@ FINE, SILENT = {}, {"silent": "no answer in 20 s"}
 SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
 MISTAKE = end(0, "no GPU", kind="error")
 STOP, NOW = " ", "now"
+
+
+def test_an_agent_that_cannot_start_torchrun_says_why_before_it_ends(tmp_path, monkeypatch, capsys):
+    (tmp_path / "logs/a/x").mkdir(parents=True)
+    said = []
+    for owner, name in ((node, "prepare_python"), (os, "dup2"), (signal, "signal")):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(node, "kill_all", lambda _: said.append(capsys.readouterr().err))
+    monkeypatch.setattr(node, "choose_interface", mock.Mock(side_effect=OSError("no such host")))
+    request = dict(out=tmp_path, label="a", id="x", nodes=2, node=0, slots=1, first="", last="", port=1, meet=1)
+    assert node.run_agent(request | {"words": []}) == 1
+    assert "no such host" in said[0] and node.read_json(tmp_path / "logs/a/x/agent.json") == {"exit": 1}
+
+
 JUDGEMENTS = {
     # state in status.json, request to stop, last answers of hosts a and b -> state, words of the message
     "finished, though an agent was killed after it": ("finished", "", [FINE, GONE], "finished", ""),
@@ -304,6 +321,27 @@ def test_a_machine_without_the_files_of_a_run_can_start_it(monkeypatch):
     monkeypatch.setattr(cluster, "survey", lambda hosts, job: sys.exit("asks the hosts"))
     with pytest.raises(SystemExit, match="asks the hosts"):
         cluster.verb_train(words)
+
+
+@pytest.mark.parametrize("status, out", [(2, "Skipped {a}\n"), (0, 'Skipped {a}\n{"state": "finished"}\n')])
+def test_what_the_first_host_says_is_shown_without_the_line_for_launchers(monkeypatch, capsys, status, out):
+    answer = {"exit": status, "out": out, "err": ""}
+    monkeypatch.setattr(cluster, "read_job", lambda words: ([Host("localhost")], {"words": ["@recipes/default.args"]}))
+    monkeypatch.setattr(cluster, "survey", lambda hosts, job: job.update(check=[]))
+    monkeypatch.setattr(Host, "call", lambda *_, **__: answer)
+    assert cluster.verb_train([]) == status
+    assert capsys.readouterr().out == "Skipped {a}\n"
+
+
+def test_a_host_is_silent_although_ssh_warns(monkeypatch):
+    done, host = SimpleNamespace(stdout="", stderr="Warning: Permanently added 'b'\n", returncode=124), Host("b")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    host.call({"ssh": ""}, "look")
+    assert "no answer in 20 s" in host.problem
+
+
+def test_sync_copies_what_programs_read():
+    assert {"bench/golden.json", "hf/templates/chatml.jinja", "recipes/default.args"} <= {*doctor.CODE}
 
 
 def test_logs_and_attach_find_a_host_by_its_label_or_name(tmp_path, monkeypatch):
