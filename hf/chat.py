@@ -13,11 +13,10 @@ import contextlib
 import functools
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import accumulate
-from os.path import commonprefix
 from pathlib import Path
 
 from base.errors import UserError
@@ -155,7 +154,7 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[Conversation]:
         messages, inputs, unread = make_conversation(fields, turns, chat_fields)
         has_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
         earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:-1]]
-        found.append(([*earlier, messages[-1]], inputs, unread))
+        found.append(([*earlier, *messages[-1:]], inputs, unread))
         if not has_answer or earlier != found[0][0][:-1]:
             raise UserError(f"{' and '.join(names)} differ before their last answer, or {name} does not end with one")
     return found
@@ -164,7 +163,7 @@ def find_pair(row: dict, chat_fields: tuple[str, ...]) -> list[Conversation]:
 def take_prompt(fields: dict, names: tuple[str, ...] = PROMPTS) -> str | list:
     """Takes the prompt out of a row's fields -> its text or its messages; [] if there is none. names: where it may be;
     the row may also have `messages` with an answer, as UltraFeedback's has beside `prompt`."""
-    if isinstance(fields.get("input"), dict):  # OpenAI's form
+    if isinstance(fields.get("input"), dict) and not any(map(fields.get, names)):  # OpenAI's form
         fields |= fields.pop("input")
     name = next((name for name in names if fields.get(name)), names[0])
     prompt = fields.pop(name, None)
@@ -222,7 +221,7 @@ def _read_message(message) -> dict:
     out = {name: value for name, value in message.items() if value not in EMPTY and name not in TURN}
     if isinstance(content, list):
         with contextlib.suppress(KeyError, TypeError):  # other parts are refused later
-            content = "".join(part["text"] for part in content)
+            content = "".join({"text": part["text"]}[part["type"]] for part in content)
     weights = [out.pop(name) for name in WEIGHTS if name in out]
     if any(weight not in (0, 1) or (weight == 1 and role != "assistant") for weight in weights):
         raise UserError(f"a weight is 0 for a message without training, and 1 for answers only: {message!r:.200}")
@@ -304,10 +303,11 @@ def render_chat(
     variables of the template. notes: a list for what the template changes or leaves out. others: fields of the row that
     nothing reads."""
     compiled, control = _compile_template(tokenizer, template)
-    notes, inputs = [] if notes is None else notes, {"tools": None, "documents": None} | (inputs or {})
+    inputs, others = {"tools": None, "documents": None} | (inputs or {}), others or {}
+    notes = [] if notes is None else notes
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     _check_messages(messages)
-    _note_unread(others or {}, "", notes)
+    _note_unread(others, "", notes)
     for fields in (inputs, *messages):
         _note_unread(fields, template, notes)
     for message in messages:
@@ -316,7 +316,7 @@ def render_chat(
             message |= dict.fromkeys(REASONING[:2], reasoning[0])
     inputs, messages = map_values([inputs, messages], lambda text: _break_up(text, control))
 
-    def render(messages, asks=None):
+    def render(messages, asks=None, inputs=inputs):
         asks = messages[-1]["role"] != "assistant" if asks is None else asks
         try:
             return compiled.render(messages=messages, add_generation_prompt=asks, **inputs)
@@ -324,6 +324,7 @@ def render_chat(
             raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
     text = render(messages)
+    _refuse_lost(render, messages, inputs, others, text)
     answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if OPEN in text:
         parts = re.split(f"[{OPEN}{CLOSE}]", text)
@@ -343,16 +344,25 @@ def render_chat(
 
 
 def _note_unread(fields: dict, template: str, notes: Notes) -> None:
-    """Notes fields of a row or a message that neither the template nor anything else reads. UserError if it is a field
-    of TOLD; the name of a tool that answers is none."""
+    """Notes fields of a row or a message that neither the template nor anything else reads."""
     for name, value in fields.items():
-        plain = name.lower()
-        if name in template or plain in (*KNOWN, *BOOKKEEPING) or plain.endswith(BOOKKEEPING_ENDS):
-            continue
-        if name not in TOLD:
+        is_known = name in template or name in TOLD or name.lower() in (*KNOWN, *BOOKKEEPING)
+        if not (is_known or name.lower().endswith(BOOKKEEPING_ENDS)):
             notes.append((f"nothing reads the field {name}", str(value)))
-        elif value not in EMPTY and fields.get("role") != "tool":
-            raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
+
+
+def _refuse_lost(render, messages, inputs, others, text) -> None:
+    """UserError if the text is the same without a field of TOLD. A tool that answers may have a name that is lost."""
+    for name in TOLD:
+        speakers = [message for message in messages if message["role"] != "tool"]
+        values = [fields[name] for fields in (others, inputs, *speakers) if fields.get(name) not in EMPTY]
+        without = [m if m["role"] == "tool" else {n: v for n, v in m.items() if n != name} for m in messages]
+        try:
+            is_lost = values and render(without, inputs=inputs | {name: None}) == text
+        except UserError:
+            continue  # the template needs the field
+        if is_lost:
+            raise UserError(f"Chat: the chat template does not render {name}: {values[0]!r:.80}")
 
 
 def _check_messages(messages: list[dict]) -> None:
@@ -404,17 +414,22 @@ def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[
         changed = render([*messages[:k], other, *messages[k + 1 :]])
     if OTHER not in changed:
         return 0, 0
-    words_begin = len(commonprefix([text, changed]))
-    words_end = len(text) - len(commonprefix([text[::-1], changed[::-1]]))
+    words_begin = _count_shared(text, changed)
+    words_end = len(text) - _count_shared(text[::-1], changed[::-1])
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     begin = len(text[:words_begin].rstrip(" "))
-    header = prompt.removeprefix(commonprefix([prompt, render(messages[:k], False)]))
+    header = prompt[_count_shared(prompt, render(messages[:k], False)) :]
     stops = accumulate(map(len, re.split(rf"({control.pattern}|\s+)", header)))
     for stop in reversed([*filter(None, stops)]):
         if (at := text.rfind(header[:stop], last_end, words_begin)) >= 0:
             begin = at + stop
             break
     return min(begin, end), end
+
+
+def _count_shared(a: str, b: str) -> int:
+    """The length of the beginning that two texts share."""
+    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
 def _choose_answers(messages, places, text, control, notes) -> list[tuple[int, int]]:

@@ -343,6 +343,11 @@ def test_our_templates_are_the_published_formats_and_train_on_answers(kind, fami
     ("plain", {"messages": [ASK, ANSWER], "tools": ADD}, "the chat template does not render tools"),
     ("plain", {"messages": [ASK, THINKS]}, "text of the assistant's last answer: 'hm'"),
     ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render name: 'Ann'"),
+    # Its text holds `name`, in `namespace`.
+    ("reasons", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render name: 'Ann'"),
+    ("{# documents #}" + TRAITS["plain"], {"messages": [ASK, ANSWER], "documents": [{"a": 1}]}, "render documents"),
+    ("plain", {"instruction": "a", "input": {"instruction": "b"}, "output": "c"}, "input is .*, expected a str"),
+    ("plain", {"messages": [ASK, ANSWER | {"content": [{"type": "thinking", "text": "hm"}]}]}, "message 1: expected a"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "a weight is 0 .*: .*0.5"),
     ("plain", {"messages": [ASK | {"weight": 1}, ANSWER]}, "1 for answers only: .*Why"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
