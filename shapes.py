@@ -27,6 +27,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor must be above low_freq_factor")
+        object.__setattr__(self, "original_seq_len", int(self.original_seq_len))  # config.json may have 8192.0
 
 
 # full: a token sees all tokens before it. window: the nearest ones. nope: queries and keys carry no positions.
@@ -234,16 +235,6 @@ GEMMA3 = {
     "layer_kinds": (*["window"] * 5, "full"),
     "window": 1024,
 }
-GRANITE33 = LLAMA2 | {
-    "vocab_size": 49159,
-    "max_seq_len": 131072,
-    "n_layers": 40,
-    "n_kv_heads": 8,
-    "rope_theta": 1e7,
-    "tied": True,
-    "embed_scale": 12.0,
-    "residual_scale": 0.22,
-}
 GEMMA3_1B = GEMMA3 | {
     "vocab_size": 262144,
     "max_seq_len": 32768,
@@ -326,10 +317,14 @@ MODELS: dict[str, ModelConfig] = {
         rope_theta=250000.0,
         family="phi3",
     ),
-    "granite3.3-2b": ModelConfig(
-        **GRANITE33 | dict(dim=2048, ffn_dim=8192), attention_scale=0.015625, logits_divisor=8.0
-    ),
-    "granite3.3-8b": ModelConfig(**GRANITE33 | dict(ffn_dim=12800), attention_scale=0.0078125, logits_divisor=16.0),
+    "granite3.3-8b": ModelConfig(
+        **LLAMA2 | dict(vocab_size=49159, max_seq_len=131072, n_layers=40, n_kv_heads=8, ffn_dim=12800, rope_theta=1e7),
+        tied=True,
+        embed_scale=12.0,
+        attention_scale=0.0078125,
+        residual_scale=0.22,
+        logits_divisor=16.0,
+    ),  # fmt: skip
     # 4B to 27B: the text part.
     "gemma3-270m": ModelConfig(**GEMMA3_1B, dim=640, n_layers=18, ffn_dim=2048),
     "gemma3-1b": ModelConfig(**GEMMA3_1B, dim=1152, n_layers=26, ffn_dim=6912),

@@ -135,7 +135,7 @@ def error(found: Tensor, expected: Tensor, least: float = 1e-9) -> float:
     ("mistral-7b-v0.1", (7_241_732_096, 32, 32768, 1e4)), ("olmo2-1b", (1_484_916_736, 16, 4096, 5e5)),
     ("olmo2-7b", (7_298_617_344, 32, 4096, 5e5)), ("phi-4", (14_659_507_200, 40, 16384, 250000.0)),
     ("smollm3-3b", (3_075_098_624, 16, 65536, 5e6)), ("gemma3-270m", (268_098_176, 4, 32768, 1e6)),
-    ("gemma3-1b", (999_885_952, 4, 32768, 1e6)), ("granite3.3-2b", (2_533_539_840, 32, 131072, 1e7)),
+    ("gemma3-1b", (999_885_952, 4, 32768, 1e6)),
 ])  # fmt: skip
 def test_published_row(name, row):
     config, factor = MODELS[name], {"llama3.1-70b": 8, "llama3.2-3b": 32}.get(name)
@@ -146,7 +146,7 @@ def test_published_row(name, row):
     eps = 1e-6 if re.search("qwen|olmo|smollm|gemma", name) else 1e-5
     assert (config.norm_eps, config.head_dim) == (
         eps,
-        256 if "gemma" in name else 64 if re.search("gpt2|granite", name) else 128,
+        256 if "gemma" in name else 64 if "gpt2" in name else 128,
     )
 
 
