@@ -274,19 +274,24 @@ def test_other_tensors_are_refused(tmp_path, name, wrong, message):
         load_model(folder)
 
 
-def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path):
+def test_absurd_sizes_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     folder = save(tmp_path, "llama3")
     values = json.loads((folder / "config.json").read_text())
     for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"):
         (folder / "config.json").write_text(json.dumps(values | {key: 2**31}))
         with pytest.raises(UserError, match=r"does not fit the model; .* is \[.*expected \[.*\d{10}"):
             load_model(folder)
+    (folder / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 10_000}))
+    monkeypatch.setattr("hf.weights.pieces", None)  # a list of their tensors takes long
+    with pytest.raises(UserError, match="fewer tensors than its config.json has layers, 10000"):
+        load_model(folder)
 
 
 def test_wrong_index(tmp_path):
     folder = save(tmp_path, "llama3", shard="40KB")
     for text, message in (
-        ('{"weight_map": {"a": "x.safetensors"}}', "x.safetensors is missing"), ("{}", "fit the model; missing"),
+        ('{"weight_map": {"a": "../x.safetensors", "b": "x.safetensors"}}', r"[^.]/x.safetensors'"),
+        ('{"weight_map": {"a": 5}}', "/5 is missing"), ("{}", "fewer tensors than"),
         ("[]", "holds no JSON object"), ("{", "is damaged"),
     ):  # fmt: skip
         (folder / INDEX).write_text(text)

@@ -66,7 +66,8 @@ def find_files(folder: Path) -> list[Path]:
             f"{folder} holds neither model.safetensors nor its index. Pickles are not loaded, because they can run"
             " code: convert them with save_pretrained of transformers"
         )
-    return [folder / name for name in sorted({*read_object(index).get("weight_map", {}).values()})]
+    # A name with folders in it could be of any file.
+    return sorted({folder / Path(str(name)).name for name in read_object(index).get("weight_map", {}).values()})
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Read:
@@ -79,7 +80,10 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
-    return _reader(folder, pieces(config), [TensorFile(path) for path in find_files(folder)])
+    files = [TensorFile(path) for path in find_files(folder)]
+    if config.n_layers > sum(len(file.entries) for file in files):  # a list of their tensors could take very long
+        raise UserError(f"{folder} has fewer tensors than its config.json has layers, {config.n_layers}")
+    return _reader(folder, pieces(config), files)
 
 
 def _reader(folder, plan, files, remedy=""):
