@@ -80,6 +80,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise UserError(f"--{name} has no effect {task}")
     if args.prompts and not args.out:
         raise UserError("--prompts needs --out, a folder for the answers")
+    if "" in args.stop:
+        raise UserError("--stop: every answer holds an empty text")
     args.chat |= args.system is not None
     args.how = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
     return args
@@ -444,8 +446,9 @@ def main(argv: list[str]) -> None:
         answer_prompts(args, source, ranks)
     elif args.score:
         rows = on_every_rank(lambda: score.read_questions(args.score, "--score", source), ranks)
-        if args.out and on_first_rank(lambda: Path(args.out).exists(), ranks):
-            raise UserError(f"--out {args.out} exists: give a new file")
+        out = Path(args.out or "scores")
+        if args.out and not on_first_rank(lambda: out.parent.is_dir() and not out.exists(), ranks):
+            raise UserError(f"--out {out} exists, or its folder does not: give a new file")
         results = score.score(source.load(args.dtype, ranks), rows, ranks, shows=True)
         if ranks.rank == 0:
             score.report(results, args.out)

@@ -392,8 +392,9 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     ("--run {llama3} --prompts {rows} --out {new} --reward x.py:x", "expected FILE.py:NAME, .*FileNotFound"),
     ("--run {llama3} --prompts {rows} --out {new} --reward {rules}:undefined --tokens 1", "gives nan for {'prompt"),
     ("--run {run} --score {none}", "none.jsonl has no rows"),
-    ("--run {llama3} --score {questions} --out /dev/null", "/dev/null exists: give"),
-    ("--run {llama3} --score {questions} --out {questions}", "questions.jsonl exists: give"),
+    ("--prompts x --out y --stop= ", "an empty text"),
+    ("--run {llama3} --score {questions} --out /dev/null", "/dev/null exists, or"),
+    ("--run {llama3} --score {questions} --out {new}/x", "x exists, or its folder does not"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):
