@@ -192,7 +192,10 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
 
 def describe_room(config: Config, ranks: Ranks) -> str:
     """A line that tells whether a run fits into this machine's memory, for --check."""
-    plan = predict(config, cluster_here(ranks))
+    try:
+        plan = predict(config, cluster_here(ranks))
+    except RuntimeError as e:  # a changed model that cannot run on the meta device
+        return f"Memory: no estimate for this model: {e}"
     lacking, place = plan.lacking(), "GPU" if plan.cluster.cuda else "host"
     verdict = "it probably does not fit" if lacking else "it fits"
     return f"Memory: {verdict}: {plan.describe([*lacking, place][0])}"

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 import checkpoint
+import memory
 import train as train_module
 from base import host
 from base.errors import exit_status
@@ -320,10 +321,13 @@ def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
     assert "4 x 64 x 2 = 512" in said and "Traceback" not in said
 
 
-def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, capsys):
+def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, capsys, monkeypatch):
     assert train_main([*FAST, "--data", text, "--out", str(tmp_path / "run"), "--check"]) == 0
-    memory, about = capsys.readouterr().out.splitlines()
-    assert re.match(r"Memory: it fits: each host: 0\.\d GiB \(", memory)
+    room, about = capsys.readouterr().out.splitlines()
+    assert re.match(r"Memory: it fits: each host: 0\.\d GiB \(", room)
     expected = {"out": str(tmp_path / "run"), "device": "cpu", "processes": 1, "state": "fresh"}
     assert json.loads(about) == expected | {"attention": "sdpa, flash_attention"}
+    monkeypatch.setattr(memory, "trace", lambda *_: torch.empty(1, device="meta").item())
+    assert train_main([*FAST, "--data", text, "--out", str(tmp_path / "run"), "--check"]) == 0
+    assert capsys.readouterr().out.startswith("Memory: no estimate for this model: ")
     assert not (tmp_path / "run").exists()
