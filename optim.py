@@ -456,6 +456,19 @@ def orthogonalize(x: Tensor) -> Tensor:
     return y.mT if tall else y
 
 
+def equalize(x: Tensor) -> Tensor:
+    """`orthogonalize`, and then in each matrix all vectors along its longer side get one length. Its norm stays.
+
+    The longer side of an MLP's weights are its neurons: rows of gate_proj and up_proj, columns of down_proj. Of an
+    orthogonal [4, 2], only the columns have length 1. Its rows can have lengths from 0 to 1: some neurons would learn
+    faster than others. NorMuon (arXiv 2510.05491) divides rows by a moving average of their lengths, which needs a
+    state, and was not better (BENCHMARKS.md)."""
+    x = orthogonalize(x)
+    lengths = x.float().norm(dim=-1 if x.shape[-2] >= x.shape[-1] else -2, keepdim=True)
+    mean = lengths.square().mean((-2, -1), keepdim=True).sqrt()
+    return (x * (mean / lengths.clamp(min=1e-7))).to(x.dtype)
+
+
 class Muon(AdamW):
     """Muon (arXiv 2502.16982) for `matrices`, AdamW for all other parameters. All ranks must call `step`.
 
@@ -474,7 +487,8 @@ class Muon(AdamW):
         """heights: see `matrices`. groups: the other parameters."""
         super().__init__(groups, config)
         self.heights, self.dtype = heights, DTYPES[config.dtype]
-        self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if self.compiled else orthogonalize
+        function = equalize if config.equal_neurons else orthogonalize
+        self.orthogonalize = torch.compile(function, dynamic=True) if self.compiled else function
         self.matrix_group = {"params": [*heights], "weight_decay": config.weight_decay}
         self.param_groups = [*groups, self.matrix_group]
         self.state |= {p: self.zeros(p, ("momentum_buffer",)) for p in heights}

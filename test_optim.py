@@ -270,6 +270,28 @@ def test_muon_is_torch_s_on_every_matrix(name, monkeypatch):
             assert (found - part).norm() < 1e-5 * part.norm()
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-mixtral"])
+def test_equal_neurons_have_updates_of_one_length(name):
+    """Against Muon's first update of each matrix, which the test above holds to torch's."""
+    changes = []
+    for words in ("", "--equal_neurons on"):
+        model, config = muon_model(name, f"--weight_decay 0 {words}")
+        before = [p.detach().clone() for p in model.parameters()]
+        run_muon(model, config, 1)
+        changes.append([p.detach() - old for p, old in zip(model.parameters(), before, strict=True)])
+    fused = optim.matrices(model)
+    for p, plain, equal in zip(model.parameters(), *changes, strict=True):
+        if p not in fused:
+            assert torch.equal(plain, equal)
+            continue
+        for u, v in zip(plain.double().split(fused[p], -2), equal.double().split(fused[p], -2), strict=True):
+            tall = u.shape[-2] >= u.shape[-1]
+            neurons, found = (u, v) if tall else (u.mT, v.mT)
+            lengths = neurons.norm(dim=-1, keepdim=True)
+            expected = neurons / lengths * lengths.square().mean(-2, keepdim=True).sqrt()
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 def test_embeddings_have_their_own_learning_rate(name):
     """One AdamW update with constant gradients moves each value by its learning rate."""
@@ -284,10 +306,10 @@ def test_embeddings_have_their_own_learning_rate(name):
 
 def update_on_every_mesh() -> None:
     ranks = init_ranks()
-    cases = [("tiny-mixtral", "--state_dtype bf16 --n_layers 1 --ffn_dim 96", (0,))]
+    cases = [("tiny-mixtral", "--state_dtype bf16 --n_layers 1 --ffn_dim 96 --equal_neurons on", (0,))]
     if ranks.world_size == 4:
         cases.append(("tiny-llama", "--state_dtype fp32", (0, 1, 2)))
-        cases.append(("tiny-gpt2", "--state_dtype bf16 --n_layers 1", (2,)))
+        cases.append(("tiny-gpt2", "--state_dtype bf16 --n_layers 1 --equal_neurons on", (2,)))
     for name, words, sizes in cases:
         whole, config = muon_model(name, words)
         run_muon(whole, config)
