@@ -71,16 +71,25 @@ def _raise_passing(error: OSError) -> None:
 
 def find_info(store, path: str) -> dict | None:
     """The entry of a file or folder; None if there is none. `store.exists` would take a cut connection for a missing
-    file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    file, and fsspec calls a file missing if a web server does not answer."""
+    try:
         return store.info(path)
+    except (FileNotFoundError, NotADirectoryError) as e:
+        if path.startswith("http") and getattr(e.__cause__, "status", 0) not in (403, 404, 410):
+            raise e.__cause__ or e from None
+        return None
 
 
 def _open_store(spec, flag):
     from fsspec import url_to_fs
 
+    options = {}
     try:
-        return url_to_fs(spec)
+        if spec.startswith("http"):  # else a file has five minutes
+            from aiohttp import ClientTimeout
+
+            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}
+        return url_to_fs(spec, **options)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
         package = getattr(e.__cause__ or e, "name", "")
         install = f": {sys.executable} -m pip install {package}" * bool(package)

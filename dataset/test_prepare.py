@@ -23,6 +23,7 @@ from base.errors import Failure, UserError
 from base.ranks import ALONE
 from data import open_data
 from dataset import prepare
+from dataset.files import find_info
 from dataset.prepare import Encoder, TextRow, find_files, find_shard, verify_shards
 from hf.test_tokenizer import _json, _write
 from inputs import settled_args
@@ -382,6 +383,17 @@ def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypat
     (tmp_path / "few.jsonl").write_bytes((chat(TALK) + b"\n") * 3)  # the same for conversations
     run([tmp_path / "few.jsonl"], tmp_path / "few")
     assert len(tokens(tmp_path / "few", "train")) == 2 * len(tokens(tmp_path / "few", "val")) > 0
+
+
+def test_a_web_server_that_does_not_answer_lacks_no_file():
+    """fsspec raises FileNotFoundError for both."""
+    error, no_answer = FileNotFoundError(), OSError("no answer")
+    error.__cause__, store = no_answer, mock.Mock(info=mock.Mock(side_effect=error))
+    no_answer.status = 404
+    assert find_info(store, "https://x/a.txt") is None
+    no_answer.status = 503
+    with pytest.raises(OSError, match="no answer"):
+        find_info(store, "https://x/a.txt")
 
 
 def test_unknown_kinds_beside_data_are_no_data(tmp_path, caplog):
