@@ -51,7 +51,7 @@ def _folder_of(spec: str, config: Config) -> Path:
 def _settle_adapters(config: Config) -> Config:
     """A flag that is given counts more than --lora_weights'."""
     theirs = {}
-    if config.lora_weights:
+    if config.lora_weights and not (config.lora and config.lora_alpha and config.lora_targets):
         from hf.weights import adapter_flags
 
         theirs = adapter_flags(local_path(config.lora_weights, "--lora_weights"))
