@@ -85,7 +85,7 @@ class Config:
     data: tuple = may_change_on_resume(
         (),
         "token shards (a folder, .bin), .txt, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
-        " s3://, gs://, az://, each with an optional :WEIGHT; none = the built-in text. It also replaces"
+        " s3://, gs://, az://, https://, each with an optional :WEIGHT; none = the built-in text. It also replaces"
         " a recipe's --val_data",
         group="data",
     )
