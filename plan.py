@@ -141,7 +141,7 @@ class Plan(NamedTuple):
 
     def describe(self, place: str) -> str:
         parts = largest(self.bytes[place], ",.1f", GIB)
-        return f"each {place}: {self.needs(place):,.1f} GiB ({parts}) of {self.rooms[place]:,.5g} GiB"
+        return f"each {place}: {self.needs(place):,.1f} GiB ({parts}) of {round(self.rooms[place], 1):,g} GiB"
 
 
 def predict(config: Config, cluster: Cluster, least: bool = False) -> Plan:

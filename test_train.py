@@ -324,7 +324,7 @@ def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
 def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, capsys, monkeypatch):
     assert train_main([*FAST, "--data", text, "--out", str(tmp_path / "run"), "--check"]) == 0
     room, about = capsys.readouterr().out.splitlines()
-    assert re.match(r"Memory: it fits: each host: 0\.\d GiB \(", room)
+    assert re.match(r"Memory: it fits: each host: 0\.\d GiB \(.*\) of [\d,]+(\.\d)? GiB$", room)
     expected = {"out": str(tmp_path / "run"), "device": "cpu", "processes": 1, "state": "fresh"}
     assert json.loads(about) == expected | {"attention": "sdpa, flash_attention"}
     monkeypatch.setattr(memory, "trace", lambda *_: torch.empty(1, device="meta").item())
