@@ -380,6 +380,8 @@ def main(argv: list[str]) -> None:
         if not read_records(folder):
             raise UserError(f"{folder}: its metrics.jsonl has no step; give the folder of a run")
     if args.command == "plot":
+        if args.out.suffix not in (".png", ".pdf", ".svg"):
+            raise UserError(f"-o {args.out}: expected a .png, .pdf or .svg file")
         return draw_runs(args.runs, args.out)
     names = args.to.split(",")
     refuse_trackers(names)

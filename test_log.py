@@ -226,6 +226,8 @@ def test_runs_are_drawn_over_each_other(tmp_path):
     assert mean[100, 1] == pytest.approx(sum(losses[98:103]) / 5)
     with pytest.raises(errors.UserError, match="no step"):
         log.main(["plot", str(tmp_path)])
+    with pytest.raises(errors.UserError, match="-o x.foo: expected a .png"):
+        log.main(["plot", one, "-o", "x.foo"])
 
 
 # ---- files
