@@ -94,7 +94,7 @@ MEMORY_ADVICE = "guide/memory.md lists what lowers it; `python plan.py` with the
 EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that ended -> exit status
 STOP_REASON = "launch.sh stop"  # in status.json
 logger = logging.getLogger("flatland")
-FOLLOWED = 10**9  # the order of an end that another end has caused, as in launch/node.py
+FOLLOWED = 10**9  # the order of an end that another end has caused
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -29,16 +29,14 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 from base.disk import ROOT
-from base.errors import prepare_python
+from base.errors import FOLLOWED, prepare_python
 
 THIS_FILE = f"{ROOT}/launch/node.py"
 # The variable that all processes of a run have, with a path in the attempt's log folder.
 MARK = "TORCHELASTIC_ERROR_FILE"
 START_LIMIT = 60  # seconds for an agent to appear
 REPETITIONS = 5000  # of a product of 1.1 TFLOP and a sum, by doctor: 10 to 60 seconds
-# The order of an end, besides 0 (the first cause, as job/job.py says): before it, and of an end that another end has
-# caused.
-KILLED, FOLLOWED = -1, 10**9
+KILLED = -1  # the order of an end before that of the first cause, which has 0 as job/job.py says
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = [
     "HOME",
