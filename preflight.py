@@ -141,10 +141,10 @@ def check(config: Config) -> int:
 
 
 def say_finished(config: Config, step: int, best: checkpoint.Best) -> None:
-    more = f"--steps {2 * step}" if step >= config.steps else "--patience 0"
+    more = f"--steps {2 * step} " * (step >= config.steps) + "--patience 0" * bool(best.reason)
     print(
         f"{config.out} is finished after step {step}{f' ({best})' * bool(best.step)}, with the weights of step"
-        f" {best.step or step} in {config.out}/hf. The same command continues with {more}"
+        f" {best.step or step} in {config.out}/hf. The same command continues with {more.strip()}"
     )
 
 

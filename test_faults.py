@@ -297,6 +297,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(tmp_
         assert f"after step 10 ({reason}), with the weights of step 4 in" in output
         assert "continues with --patience 0\n" in output
     assert '"state": "finished"' in output and metrics(run) == before
+    assert "with --steps 20 --patience 0\n" in run_here(run, *flags, "--patience", 3, "--steps", 10)
     shutil.rmtree(run / "hf")  # the export was interrupted
     (run / "status.json").unlink()
     check(run_here(run, *flags, "--patience", 3), 4, 5, 10)
