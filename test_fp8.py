@@ -198,6 +198,9 @@ def test_what_is_converted():
     rows, model = on_meta("llama3-8b", "tensor")
     assert len(rows) == 4 * 32 + 1 and rows.pop("lm_head").startswith("bf16") and set(rows.values()) == {"fp8"}
     assert sum(isinstance(m, Linear) for m in model.modules()) == 128  # still what they were
+    rows, _ = on_meta("llama3.2-1b", "row")  # o_proj and down_proj have 2048 outputs
+    assert {n.split(".")[-1] for n, v in rows.items() if v == "fp8"} == {"qkv_proj", "gate_up_proj"}
+    assert rows["layers.0.mlp.down_proj"] == "bf16: too small to become faster"
     rows, _ = on_meta("mixtral-8x7b", "tensor", skip=["layers.3", "mlp.down_proj"])
     skipped = ("layers.0.mlp.gate", "layers.3.self_attn.qkv_proj", "layers.4.mlp.gate_up_proj")  # experts go together
     assert {rows[name] for name in skipped} == {"bf16: skipped by name"}
