@@ -27,6 +27,8 @@ class RopeScaling:
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor must be above low_freq_factor")
+        if self.original_seq_len % 1:
+            raise ValueError(f"original_max_position_embeddings is {self.original_seq_len}, expected a whole number")
         object.__setattr__(self, "original_seq_len", int(self.original_seq_len))  # config.json may have 8192.0
 
 

@@ -553,6 +553,7 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     *(("llama", {"head_dim": v}, "head_dim is .*, expected a positive whole number") for v in ("64", True, 64.0, -1)),
     ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is .*true or false"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected a positive whole number"),
+    ("llama", scaling(original_max_position_embeddings=0.5), "embeddings is 0.5, expected a whole number"),
     ("qwen3_moe", {"num_experts": None}, "n_experts is 0, it must be at least 1"),
     ("llama", {"layer_types": ["sliding_attention"]}, "layer_types is .*: not implemented"),
     *((kind, {"layer_types": types, "sliding_window": 8}, "layer_types is .*sliding_window is .*: not implemented")
