@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from base.disk import read_ahead, read_object, sample_digest
+from base.disk import plural, read_ahead, read_object, sample_digest
 from base.errors import Parser, UserError, naming, prepare_python, run_script
 from config import Config, check_values, choose_lanes, from_json, parse_args, row_groups, split_batch
 from dataset.prepare import main as run_text_command
@@ -147,10 +147,8 @@ class Loader:
 
     def summary(self) -> list[str]:
         """Lines for the head of the log."""
-        c, tokens = self.config, sum(s.tokens for s in self.sources)
-        line = (
-            f"Data: {tokens} tokens{' and a stream' * bool(self.streams)}; {c.steps} steps of {c.batch_tokens} tokens"
-        )
+        c, tokens = self.config, f"{sum(s.tokens for s in self.sources)} tokens{' and a stream' * bool(self.streams)}"
+        line = f"Data: {tokens}; {plural(c.steps, 'step')} of {c.batch_tokens} tokens"
         if len(self.sources) == 1 and self.epoch_rows:
             line += f" are {c.epochs or c.steps * self.step_rows / self.epoch_rows:.2f} epochs"
         return [line, *(f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note)]
