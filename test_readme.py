@@ -217,6 +217,12 @@ def test_quoted_messages_are_in_the_sources():
     assert len(quoted) > 15 and [words for words in quoted if words not in code] == []
 
 
+def test_named_places_exist():
+    page = (ROOT / "guide" / "7-how-it-works.md").read_text("utf-8")
+    for name, file in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", page):
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / file).read_text("utf-8")), (name, file)
+
+
 def test_spelling():
     """codespell reads pages, recipes, and the comments and docstrings of the sources."""
     files = [*PAGES, *ROOT.glob("recipes/*.args"), *(path for part in FOLDERS for path in (ROOT / part).glob("*.py"))]
