@@ -353,16 +353,16 @@ def _note_unread(fields: dict, template: str, notes: Notes) -> None:
 
 def _refuse_lost(render, messages, inputs, others, text) -> None:
     """UserError if the text is the same without a field of TOLD. A tool that answers may have a name that is lost."""
-    for name in TOLD:
-        speakers = [message for message in messages if message["role"] != "tool"]
-        values = [fields[name] for fields in (others, inputs, *speakers) if fields.get(name) not in EMPTY]
+    speakers = [message for message in messages if message["role"] != "tool"]
+    told = {name: part[name] for part in (others, inputs, *speakers) for name in TOLD if part.get(name) not in EMPTY}
+    for name, value in told.items():
         without = [m if m["role"] == "tool" else {n: v for n, v in m.items() if n != name} for m in messages]
         try:
-            is_lost = values and render(without, inputs=inputs | {name: None}) == text
+            is_lost = render(without, inputs=inputs | {name: None}) == text
         except UserError:
             continue  # the template needs the field
         if is_lost:
-            raise UserError(f"Chat: the chat template does not render {name}: {values[0]!r:.80}")
+            raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
 
 
 def _check_messages(messages: list[dict]) -> None:
