@@ -105,7 +105,7 @@ class Cell(Config):
     def config(self) -> "Cell":
         """With the flags that follow from others."""
         batch_tokens = self.parts * self.micro_batch * self.seq_len
-        targets = tuple(lora.sizes(self.shape))
+        targets = tuple(lora.sizes(self.shape)) if self.lora else ()  # of a shape that some family has
         adapters = {"lora_alpha": 2.0 * self.lora, "lora_targets": targets}
         return replace(self, batch_tokens=batch_tokens, model_config=self.shape, **adapters)
 
