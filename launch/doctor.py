@@ -229,5 +229,6 @@ def verb_doctor(words: list[str]) -> int:
         values = [f"{name} {facts.get(name) or 'none'}" for name in ("torch", "attention", "MB/s", "TFLOP/s")]
         say(f"{host.label}: {', '.join(values)}")
         problems += [f"✗ {host.label}: {problem}" for problem in facts["problems"]]
-    say("\n".join(problems))
+    for problem in problems:
+        say(problem)
     return bool(problems)

@@ -158,19 +158,6 @@ def test_the_errors_of_a_host(tmp_path, monkeypatch, status, ends):
     assert [(error["order"], error["message"]) for error in found if "agent" in error["file"]] == ends
 
 
-def end(order: int, message: str, **more) -> dict:
-    return {"exit": 1, "errors": [{"order": order, "message": message, "file": "f", "tail": "", **more}]}
-
-
-LOST = end(node.FOLLOWED, "rank 0 on a failed")
-KILLED = end(node.KILLED, "rank 1 on b was killed")
-GONE = end(node.KILLED, "everything on b was gone")
-FINE, SILENT = {}, {"silent": "no answer in 20 s"}
-SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
-MISTAKE = end(0, "no GPU", kind="error")
-STOP, NOW = " ", "now"
-
-
 def test_an_agent_that_cannot_start_torchrun_says_why_before_it_ends(tmp_path, monkeypatch, capsys):
     (tmp_path / "logs/a/x").mkdir(parents=True)
     said = []
@@ -182,6 +169,19 @@ def test_an_agent_that_cannot_start_torchrun_says_why_before_it_ends(tmp_path, m
     request = dict(out=tmp_path, label="a", id="x", nodes=2, node=0, slots=1, first="", last="", port=1, meet=1)
     assert node.run_agent(request | {"words": []}) == 1
     assert "no such host" in said[0] and node.read_json(tmp_path / "logs/a/x/agent.json") == {"exit": 1}
+
+
+def end(order: int, message: str, **more) -> dict:
+    return {"exit": 1, "errors": [{"order": order, "message": message, "file": "f", "tail": "", **more}]}
+
+
+LOST = end(node.FOLLOWED, "rank 0 on a failed")
+KILLED = end(node.KILLED, "rank 1 on b was killed")
+GONE = end(node.KILLED, "everything on b was gone")
+FINE, SILENT = {}, {"silent": "no answer in 20 s"}
+SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
+MISTAKE = end(0, "no GPU", kind="error")
+STOP, NOW = " ", "now"
 
 
 JUDGEMENTS = {
