@@ -446,8 +446,8 @@ def main(argv: list[str]) -> None:
         answer_prompts(args, source, ranks)
     elif args.score:
         rows = on_every_rank(lambda: score.read_questions(args.score, "--score", source), ranks)
-        out = Path(args.out or "scores")
-        if args.out and not on_first_rank(lambda: out.parent.is_dir() and not out.exists(), ranks):
+        out = args.out and Path(args.out)
+        if out and on_first_rank(lambda: out.exists() or not out.parent.exists(), ranks):
             raise UserError(f"--out {out} exists, or its folder does not: give a new file")
         results = score.score(source.load(args.dtype, ranks), rows, ranks, shows=True)
         if ranks.rank == 0:
