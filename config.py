@@ -122,7 +122,9 @@ class Config:
         excludes=(("muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),),
     )
     equal_neurons: bool = _flag(
-        False, "an update of Muon moves all neurons of an MLP by the same length", needs=("optimizer muon",)
+        False,
+        "updates of Muon move all neurons (rows or columns, on the longer side) equally far",
+        needs=("optimizer muon",),
     )
     lr: float = _tunable(3e-4, "peak learning rate", least=1e-12)
     embed_lr: float = _tunable(0.0, "peak learning rate of embeddings; 0 = --lr")
