@@ -151,8 +151,8 @@ class Log(AbstractContextManager):
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
         }
-        write_json(folder / "flags.json", config.flags())
-        write_json(folder / "env.json", env)
+        for name, value in (("flags.json", config.flags()), ("env.json", env)):
+            Background(name, partial(write_json, folder / name, value)).start()
         lines = [
             f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"
             f" compile {config.compile}, attention {attention}",

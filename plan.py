@@ -246,6 +246,8 @@ def summary(plan: Plan) -> str:
             f"time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
             f" ({config.steps:,} steps){cost}",
         ]
+        if config.dpo not in ("none", "simpo"):  # a forward pass is a third of a step
+            lines.append(f"reference: up to {hours / 3:,.2f} hours more, for a pass over the pairs of the first epoch")
         if cluster.save_seconds:
             lines.append(describe_saves(plan))
     return "\n  ".join(lines)

@@ -199,10 +199,13 @@ def test_gpus_and_hosts_are_judged_apart(capsys):
     assert planned(f"{words} --offload none").lacking() == ["GPU", "host"]
 
 
-def test_pairs_need_the_time_of_logits_twice():
+def test_pairs_need_the_time_of_their_reference_and_of_logits_twice(capsys):
     words = "--model llama3.2-1b --lr 1e-6"
     before, after = (planned(f"{words} --dpo {kind}").times for kind in ("none", "sigmoid"))
     assert after == before | {"lm_head and loss": pytest.approx(before["lm_head and loss"] * 4 / 3)}
+    assert [len(re.findall("\n  reference: ", answer(capsys, f"{words} {dpo}")[1])) for dpo in (
+        "", "--dpo ipo", "--dpo simpo --dpo_beta 2"
+    )] == [0, 1, 0]  # fmt: skip
 
 
 def test_saves_need_a_copy_of_the_state_and_on_a_gpu_pinned_memory():

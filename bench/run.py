@@ -2,9 +2,11 @@
 
     python bench/run.py speed [@recipes/NAME.args] [--flag value ...]    tokens/s, against transformers' model
     python bench/run.py fp8 [...]                   tokens/s in bf16 and with each recipe of FP8
+    python bench/run.py start [...]                 a run of one step, which ends with its seconds by part
     python bench/run.py scale                       a record on 1,024 ranks, without the network
+    python bench/run.py golden [--record]           golden losses, as bench/golden.py
 
-speed and fp8 take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
+speed, fp8 and start take train.py's flags, and train on this machine's CPU or one GPU. Contenders take turns, so that
 other load affects all of them, and a ratio is to the first contender of the same turn. Each is a new process, because
 memory, the allocator and the compiler belong to one. On a GPU, mfu counts causal attention, against the data sheet's
 peak, and mem_gib is the peak of torch's allocator."""
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import golden
 from base.disk import ROOT
 from base.host import describe_environment
 from base.ranks import Ranks, sum_over_ranks
@@ -88,12 +91,18 @@ def bench_scale(ranks: int = 1024, records: int = 100) -> Iterator[dict]:
 
 
 def main(argv: list[str]) -> None:
-    suites = {"suite": {"choices": [*CONTENDERS, "scale"]}}
+    suites = {"suite": {"choices": [*CONTENDERS, "start", "scale", "golden"]}}
     parser = Parser(suites, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    suite = parser.parse_args(argv[:1]).suite
+    suite, flags = parser.parse_args(argv[:1]).suite, argv[1:]
+    if suite == "golden":
+        return golden.main(flags)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     print(json.dumps(describe_environment()))
-    for row in bench_scale() if suite == "scale" else bench_training(suite, argv[1:]):
+    if suite == "start":
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([sys.executable, *TRAIN, *flags, "--steps=1", f"--out={folder}/run"], check=True)
+        return
+    for row in bench_scale() if suite == "scale" else bench_training(suite, flags):
         print(json.dumps(row))
 
 

@@ -34,7 +34,10 @@ def test_transformers_takes_the_same_first_steps(tmp_path, monkeypatch):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-4)
 
 
-def test_a_record_on_many_ranks():
+def test_a_start_and_a_record_on_many_ranks(capfd):
+    run.main(["start", "--n_layers=1", "--compile=none"])
+    total, parts = re.search(r"Time taken: ([\d.]+) seconds \((start .*)\)", capfd.readouterr().out).groups()
+    assert float(total) == pytest.approx(sum(float(part.split()[1]) for part in parts.split(", ")), abs=1)
     assert next(run.bench_scale())["bytes"] == 8 * (96 * 128 + 2 * 1024)
 
 
