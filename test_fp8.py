@@ -51,7 +51,7 @@ def run(layer, x, g):
 def make_layer(weight, recipe, grad_dtype="e5m2"):
     layer = Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     layer.weight.data.copy_(weight)
-    convert_linears(layer, recipe, grad_dtype)
+    convert_linears(layer, recipe, grad_dtype, small=True)
     return layer
 
 
@@ -62,7 +62,7 @@ def error(found, expected):
 def build(name, recipe="tensor", convert=True):
     model = Transformer(MODELS[name], BF16)
     if convert:
-        convert_linears(model, recipe)
+        convert_linears(model, recipe, small=True)
     return fill(model)
 
 
@@ -264,7 +264,7 @@ def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
         for i, p in enumerate(mlp.parameters()):
             p.copy_(randn(*p.shape, seed=i) * 0.1)
     if recipe:
-        convert_linears(mlp, recipe)
+        convert_linears(mlp, recipe, small=True)
     return mlp
 
 
