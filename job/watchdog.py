@@ -29,10 +29,10 @@ class Watchdog:
     process. Every watchdog looks for both at each beat: NCCL does not notice a dead rank before --timeout.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
-    signal on. The process hangs when no rank ends a step or makes progress (base/disk.py) for --timeout seconds, or
-    outside of steps for `hang_limit` seconds: a rank may wait while another rank loads. Each rank reports its position
-    to the store where the ranks met. Only a rank that has waited too long reads the reports. So the rank that is behind
-    is named even if all main threads are blocked."""
+    signal on. The process hangs when no step ends for --timeout seconds, or when no rank makes progress
+    (base/disk.py) in another phase for `hang_limit` seconds: a rank may wait while another rank loads. Each rank
+    reports its position to the store where the ranks met. Only a rank that has waited too long reads the reports. So
+    the rank that is behind is named even if all main threads are blocked."""
 
     def __init__(self, run):
         """run: a job.Run."""
@@ -133,12 +133,14 @@ class Watchdog:
 
     def _check_progress(self) -> None:
         phase, now = self.clock.stack[-1], time.perf_counter()
-        limit = self.run.timeout if phase in ("steps", "data") else self.run.hang_limit
-        waited = min(self._idle(), now - self.others_at)
+        waited, limit = now - self.clock.since, self.run.timeout
+        may_wait = phase not in ("steps", "data")  # for a rank that makes progress
+        if may_wait:
+            waited, limit = min(self._idle(), now - self.others_at), self.run.hang_limit
         if waited <= limit:
             return
         idle, behind = self._ask_all()
-        if idle <= limit:  # a rank makes progress, for which this one may wait
+        if may_wait and idle <= limit:
             self.others_at = now - idle
             return
         what = f"After step {self.clock.step}: no step has ended for {waited:.0f} s (limit {limit}), in phase {phase!r}"
