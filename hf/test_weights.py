@@ -187,7 +187,7 @@ def test_import_export_import(tmp_path, name, dtype):
 
 
 def test_export_replaces_only_an_export(monkeypatch, tmp_path):
-    """A failure leaves the older one."""
+    """A failure leaves the older one, and nothing of the new one."""
     model, other = load_model(save(tmp_path, "llama3")), load_model(save(tmp_path, "gpt2"))
     out, mine = tmp_path / "new" / "out", tmp_path / "mine"
     mine.mkdir()
@@ -202,7 +202,7 @@ def test_export_replaces_only_an_export(monkeypatch, tmp_path):
     monkeypatch.setattr("base.tensors.save_file", lambda *_: (tmp_path / "none" / "x").write_text("x"))
     with pytest.raises(FileNotFoundError):
         export_model(model, out, replaces=True)
-    assert same_bits(tensors_of(out), before)
+    assert same_bits(tensors_of(out), before) and os.listdir(out.parent) == ["out"]
     assert families.read_config(out) == FAMILY["gpt2"]
 
 

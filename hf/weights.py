@@ -254,7 +254,7 @@ def export(
 
     def begin():
         refuse_in_the_way(folder, replaces)
-        shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
+        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
         temporary.mkdir(parents=True)
 
     def write_shards():
@@ -268,8 +268,12 @@ def export(
         temporary.rename(folder)
 
     on_first_rank(begin, ranks)
-    on_every_rank(write_shards, ranks)
-    on_first_rank(finish, ranks)
+    try:
+        on_every_rank(write_shards, ranks)
+        on_first_rank(finish, ranks)
+    finally:  # a full disk needs the room again
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _shard(rows, dtype, read):
