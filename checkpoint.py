@@ -77,7 +77,7 @@ from dataset.prepare import knows_text
 from dataset.rows import merge_positions
 from hf.weights import base_fingerprint, export_trained, refuse_other_base
 from job.job import ANSWER, Run
-from optim import DTYPES, Optimizer, trainable_parameters
+from optim import DTYPES, Optimizer, learning_rate, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, free_gathered, uncompiled, whole_rows
 
@@ -159,6 +159,21 @@ class Best:
         if self.step and 0 < self.patience <= self.since:
             self.reason = f"--patience {self.patience}: no better {self.name} since step {self.step}"
         return self.step == step or bool(self.reason)
+
+    def checkpoint(self, config: Config, last: int, run: Run) -> "Checkpoint":
+        """The best one for the export, or, if there is none or it is damaged, that of the last step. All ranks must
+        call."""
+        step = self.step or last
+        folder = step_folder(run.folder, step)
+        if step < last and (fault := fault_of(folder, run.ranks)):
+            logger.warning(f"{folder}, the best by {self.name}, is damaged: {fault}. hf/ gets step {last}")
+            return Checkpoint(step_folder(run.folder, last))
+        if self.step:
+            logger.info(f"hf/ gets step {step}: {self}")
+            is_early = step <= config.warmup or learning_rate(config, step) >= config.lr
+            if is_early and config.schedule != "constant":
+                logger.warning(f"At step {step} --lr had not begun to decay: a run with fewer --steps may be better")
+        return Checkpoint(folder)
 
     def __str__(self) -> str:
         """For the status."""

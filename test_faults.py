@@ -278,7 +278,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(tmp_
     flags = ["--eval_every", 2, "--save_every", 5, "--keep_best", "val_loss", "--steps", 20, "--schedule", "wsd"]
 
     def check(output: str, best: int, *newest: int) -> None:
-        assert losses == [] and f"hf/ has step {best}: " in output
+        assert losses == [] and f"hf/ gets step {best}: " in output
         assert [checkpoint.step_of(folder) for folder in checkpoint.folders(run)] == [best, *newest]
         saved = checkpoint.Checkpoint(checkpoint.step_folder(run, best))
         exported = load_model(run / "hf").norm.weight

@@ -181,7 +181,7 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     output = run_here(run, *flags, "--keep_best", "score_acc")
     found = {r["step"]: r["score_acc"] for r in records(run) if "score_acc" in r}
     best = max(found, key=found.get)
-    assert [*found] == [4, 8, 12] and f"hf/ has step {best}: best score_acc" in output
+    assert [*found] == [4, 8, 12] and f"hf/ gets step {best}: best score_acc" in output
     assert f"score acc {found[12]:.4f}" in output
     assert f"lm_eval --model hf --model_args 'pretrained={run}/hf' --tasks" in output
     for step, folder in ((12, run), (best, run / f"checkpoints/step-{best:08d}")):
@@ -191,7 +191,7 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     write(tmp_path / "questions.jsonl", [row | {"choices": ["xx", "and"]} for row in rows])
     output = run_here(run, *flags, "--steps", 16, "--keep_best", "score_acc")
     forgotten = f"of step {best}, was judged by other data" in (run / "log.txt").read_text()
-    assert forgotten and "hf/ has step 16: best score_acc" in output
+    assert forgotten and "hf/ gets step 16: best score_acc" in output
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)
     assert "no row has choices" in output

@@ -262,20 +262,10 @@ def evaluate(
 
 
 def finish(config: Config, run: Run, step: int, best: checkpoint.Best) -> None:
-    """Exports the best checkpoint as a Hugging Face folder, hf/, and records that the run is finished. Without
-    --keep_best, or if it is damaged, the last one is exported. All ranks must call."""
-    exported = best.step or step
+    """Exports the best checkpoint, or else the last one, as a Hugging Face folder, hf/, and records that the run is
+    finished. All ranks must call."""
     with run.phase("export"):
-        folder = checkpoint.step_folder(run.folder, exported)
-        if exported < step and (fault := checkpoint.fault_of(folder, run.ranks)):
-            logger.warning(f"{folder}, the best by {best.name}, is damaged: {fault}. hf/ gets step {step}")
-            exported, folder = step, checkpoint.step_folder(run.folder, step)
-        export_run(checkpoint.Checkpoint(folder), run.folder, run.ranks)
-    if exported == best.step:
-        logger.info(f"hf/ has step {exported}: {best}")
-        is_early = exported <= config.warmup or learning_rate(config, exported) >= config.lr
-        if is_early and config.schedule != "constant":
-            logger.warning(f"At step {exported} --lr had not begun to decay: a run with fewer --steps may be better")
+        export_run(best.checkpoint(config, step, run), run.folder, run.ranks)
     run.end("finished", step)
 
 
