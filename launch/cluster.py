@@ -17,6 +17,7 @@ The job is relaunched as a whole because torchrun reliably regroups only in simp
 import argparse
 import contextlib
 import itertools
+import json
 import math
 import os
 import re
@@ -260,8 +261,10 @@ def verb_train(words: list[str]) -> int:
     if hosts[0].problem:
         raise UserError(hosts[0].problem)
     say(done["err"], sys.stderr, end="")
-    say(re.sub("(?m)^{.*\n", "", done["out"]), end="")
-    if done["exit"] or config.check or '"state": "finished"' in done["out"]:
+    lines = done["out"].splitlines()
+    about = {} if done["exit"] else json.loads(lines.pop())
+    say("".join(f"{line}\n" for line in lines), end="")
+    if done["exit"] or config.check or about["state"] == "finished":
         return abs(done["exit"])
     out = Path(config.out)
     job |= {"out": str(out.absolute()), "timeout": float(config.timeout)}
