@@ -16,20 +16,21 @@ LOSSES = {
     "val_loss": ("validation", DOTS),
 }
 # Titles of the panels, and the fields of metrics.jsonl in them, each with its name in the legend and its style.
-PANELS = {
-    "loss (nats per token)": LOSSES,
-    "validation (bits per byte)": {"val_bpb": ("", DOTS)},
+ALWAYS = {
     "gradient norm": {"grad_norm": ("", {})},
     "learning rate": {"lr": ("", {})},
     "tokens per second": {"tok_per_s": ("", {})},
+}
+PANELS = {
+    "loss (nats per token)": LOSSES,
+    "validation (bits per byte)": {"val_bpb": ("", DOTS)},
+    **ALWAYS,
     "memory (GiB)": {"mem_gib": ("", {})},
 }
 PAIRS = {  # of a run on pairs
     "loss (per pair)": LOSSES,
     "accuracy of the rewards": {"reward_accuracy": ("", {}), "val_reward_accuracy": ("", DOTS)},
-    "gradient norm": {"grad_norm": ("", {})},
-    "learning rate": {"lr": ("", {})},
-    "tokens per second": {"tok_per_s": ("", {})},
+    **ALWAYS,
     "margin of the rewards": {"reward_margin": ("", {}), "val_reward_margin": ("", DOTS)},
 }
 logger = logging.getLogger("flatland")
@@ -85,5 +86,5 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     figure.savefig(out, dpi=100)
 
 
-if __name__ == "__main__":  # log.py draws in a process of its own
+if __name__ == "__main__":  # log.py draws in a separate process
     draw_runs([Path(sys.argv[1])], Path(sys.argv[2]))

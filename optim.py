@@ -180,9 +180,10 @@ def make_optimizer(model: nn.Module, config) -> "Optimizer":
         {"params": others, "weight_decay": decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    kind = OPTIMIZERS[config.optimizer]
+    optimizer = kind(by_muon, groups, config) if kind is Muon else kind(groups, config)
     logger.info("Created optimizer")
-    optimizer = OPTIMIZERS[config.optimizer]
-    return Muon(by_muon, groups, config) if optimizer is Muon else optimizer(groups, config)
+    return optimizer
 
 
 class Optimizer:
