@@ -10,7 +10,7 @@ The texts of a run begin with BOS, like the documents that it was trained on. Th
 and end as in transformers.
 
 A model computes nonsense at positions that it was not trained on. Therefore, once a text is as long as the rows of the
-training, the model goes on as if the text began with its newer half."""
+training, the model continues as if the text began with its newer half."""
 
 import argparse
 import contextlib
@@ -40,10 +40,10 @@ FLAGS = {
     "--prompts": dict(metavar="FILE", help="answers the prompt, or the messages, of each row of a file, into --out"),
     "--score": dict(metavar="FILE", help="score the rows of a file, as score.py describes them, instead of sampling"),
     "--out": dict(
-        metavar="NAME", help="folder for the answers to --prompts, which goes on after a kill; file for --score"
+        metavar="NAME", help="folder for the answers to --prompts, which continues after a kill; file for --score"
     ),
     "--samples": dict(default=1, type=within(int, 1), help="answers to each of the --prompts (%(default)s)"),
-    "--reward": dict(metavar="FILE.py:NAME", help="NAME(prompt, answer, row) -> a number; writes best and pairs, too"),
+    "--reward": dict(metavar="FILE.py:NAME", help="NAME(prompt, answer, row) -> a number; also writes best and pairs"),
     "--stop": dict(nargs="+", default=[], metavar="TEXT", help="an answer to --prompts also ends before these texts"),
     "--batch": dict(
         default=32, type=within(int, 1), help="answers to --prompts that are sampled together (%(default)s)"
@@ -62,7 +62,7 @@ FLAGS = {
 
 ALWAYS = "run", "tokenizer", "dtype"
 SAMPLES = "chat", "system", "temperature", "top_k", "top_p", "tokens", "seed"
-# The other flags that have an effect, by what is asked for.
+# The other flags that have an effect, by task.
 USED = {
     "with --prompts": ("prompts", "out", "samples", "reward", "stop", "batch", *SAMPLES),
     "with --score": ("score", "out"),
@@ -195,7 +195,7 @@ def sample(model: Transformer, texts: list[Text], context: int, **how) -> Iterat
     """Adds a token to each text again and again, until all have ended; yields after each. The model reads at most
     `context` tokens at a time. how: arguments of `choose_token`. Texts of different lengths end at the same place:
 
-        . . a a a      each empty place before a shorter text is a document of its own, which the text does not see
+        . . a a a      each empty place before a shorter text is a separate document, which the text does not see
         b b b b b
 
     All ranks of a sharded model must call, with equal texts: they compute each forward pass together."""

@@ -163,10 +163,10 @@ def open_inputs(config: Config, resume_from, best: checkpoint.Best, ranks: Ranks
 
 
 def identify_judge(config: Config, val_data, questions: list[dict]) -> int:
-    """Of the data that --keep_best goes by."""
+    """A checksum of the data that decides which checkpoint is the best."""
     by_loss = config.keep_best == "val_loss"
     if not (val_data if by_loss else any("answer" in row for row in questions)):
-        raise UserError(f"--keep_best {config.keep_best}: there is no validation data, or no row has choices")
+        raise UserError(f"--keep_best {config.keep_best} needs validation data, or rows with choices")
     data = [val_data.fingerprint, config.eval_batches] if by_loss else questions
     return zlib.crc32(str(data).encode())
 
@@ -179,9 +179,9 @@ def read_questions(config: Config) -> list[dict]:
 
 
 def open_initial_values(config: Config, resumes: bool, rank: int):
-    """read(name, slices) of the values that a run starts from: those of --weights, or random ones, which every rank
-    draws itself. A resumed run reads only the frozen base below its adapters. None for a rank that reads none. Call it
-    before anything is allocated, because a machine may lack the files."""
+    """read(name, slices) of a run's first values: --weights, or random values, which every rank draws itself. A resumed
+    run reads only the frozen base below its adapters. None for a rank that reads nothing. Call it before anything is
+    allocated, because a machine may lack the files."""
     if resumes and not config.lora or rank and config.load == "rank0":
         return None
     shape, model = config.model_config, lora.meta_model(config)

@@ -194,7 +194,7 @@ def test_a_run_scores_questions_and_keeps_the_best(tmp_path, run_here, capsys): 
     assert forgotten and "hf/ gets step 16: best score_acc" in output
     flags[-1] = write(tmp_path / "texts.jsonl", [{"text": "x"}])
     output = run_here(tmp_path / "no", *flags, "--keep_best", "score_acc", status=2)
-    assert "no row has choices" in output
+    assert "needs validation data, or rows with choices" in output
     chats = write(tmp_path / "chats.jsonl", [{"prompt": "Who?", "completion": "Me"}] * 50)
     output = run_here(tmp_path / "chats", "--data", chats, "--steps", 1, "--seq_len", 32)
     assert "hf --tasks hellaswag --apply_chat_template\n" in output

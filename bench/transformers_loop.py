@@ -32,7 +32,7 @@ from preflight import settle
 
 
 def main(argv: list[str]) -> None:
-    set_allocators()  # those of train.py
+    set_allocators()  # as train.py does
     device = find_device(1)
     config = settle(parse_args(argv, trains=True), replace(ALONE, device=device))
     dtype, auto = DTYPES[config.param_dtype], transformers.AutoModelForCausalLM

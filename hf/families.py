@@ -20,7 +20,7 @@ from base.errors import UserError
 from shapes import ModelConfig, RopeScaling
 
 # Our parameter: the tensor in the file, and its parts if several tensors are fused in this order. i: layer, e: expert.
-# A family need not have every one of these parameters.
+# A family may lack some of these parameters.
 LLAMA_TENSORS = {
     "embed_tokens.weight": ("model.embed_tokens.weight",),
     "layers.{i}.input_layernorm.weight": ("model.layers.{i}.input_layernorm.weight",),
@@ -155,7 +155,7 @@ MINISTRAL3_ROPE_KEYS = {
         "query_growth": "llama_4_scaling_beta",
     },
 }  # fmt: skip
-# What stands for an attention_factor of 1, which is the quotient of two numbers that these multiply.
+# The attention factor is a quotient. mscale raises its numerator, mscale_all_dim its denominator: equal values give 1.
 NO_ATTENTION_FACTOR = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
@@ -166,7 +166,7 @@ PICTURE_KEYS = (
     "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
     "vision_config", "vision_feature_layer",
 )  # fmt: skip
-# Their model_type: that of the text part, if text_config has none.
+# The model_type of their text part, if text_config has none.
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
@@ -413,7 +413,7 @@ MEANS_OURS = {
     "router_jitter_noise": (0, None),
     "rope_type": ("default", None),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "sliding_window_pattern": (6, 0, None),  # Gemma's, too
+    "sliding_window_pattern": (6, 0, None),  # Gemma also has it
     "scale_attn_weights": (True,),
     "scale_depth": (None,),
     "scale_emb": (1, None),
@@ -513,7 +513,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> list[Piece]:
-    """The tensors in the file for a parameter: itself, the tensors that it fuses, or those of each expert."""
+    """The tensors in the file for a parameter: itself, the tensors that it fuses, or the tensors of each expert."""
     kind, layer = family(config), re.search(r"\d+|$", name)[0]
     stored_name, *fused = FAMILIES[kind].names[re.sub(r"\d+", "{i}", name)]
     fused = fused or [""]

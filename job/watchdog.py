@@ -22,7 +22,7 @@ BEAT = 1.5  # seconds between two reports of a rank to the store
 
 class Watchdog:
     """A thread that votes to stop at a signal of STOPS, or on rank 0 at a request in `logs/stop`, and that ends this
-    process at a second signal or request, when the run folder's lock is lost, when another rank has ended, or when it
+    process at a second signal or request, when the run folder's lock is lost, when another rank is gone, or when it
     hangs.
 
     A rank that fails sets the end in the store. One that is killed cannot, but the other ranks of its torchrun miss its
@@ -39,7 +39,7 @@ class Watchdog:
         self.run, self.ranks, self.clock, self.store = run, run.ranks, run.clock, run.store
         self.stopped_at = 0.0  # when the first request to stop came
         self.warned = False  # of a disk that does not let it renew the lock
-        self.lost = ""  # what the last look at the lock has found
+        self.lost = ""  # the result of the last look at the lock
         self.beats, self.others_at = 0, 0.0  # others_at: when a rank made progress, as far as this rank knows
         self.ended = False
         self.parent, self.siblings = os.getppid(), 0  # siblings: ranks that the parent, torchrun, has, if it has all
@@ -72,7 +72,7 @@ class Watchdog:
             self._check_progress()
 
     def _follow(self) -> None:
-        """Ends this process if another rank has ended. In the phase "end" the main thread does."""
+        """Ends this process if another rank is gone. In the phase "end" the main thread does."""
         if self.clock.stack[-1] == "end":
             return
         if self.store.check(["end"]):
@@ -87,7 +87,7 @@ class Watchdog:
 
     def _lost_lock(self) -> str:
         """The proof that the lock is not this job's any more. An error of the disk is none. It also renews the lock,
-        because filelock's thread gives up after such an error."""
+        because filelock's thread gives up after an error."""
         path = self.run.folder / "lock"
         try:
             text = path.read_text(errors="replace")

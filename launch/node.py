@@ -36,7 +36,7 @@ THIS_FILE = f"{ROOT}/launch/node.py"
 MARK = "TORCHELASTIC_ERROR_FILE"
 START_LIMIT = 60  # seconds for an agent to appear
 REPETITIONS = 5000  # of a product of 1.1 TFLOP and a sum, by doctor: 10 to 60 seconds
-KILLED = -1  # the order of an end before that of the first cause, which has 0 as job/job.py says
+KILLED = -1  # the order of an end before the first cause, which has 0 as job/job.py says
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = [
     "HOME",
@@ -78,7 +78,7 @@ def read(path):
 
 
 def read_json(path):
-    """{} if the file is missing or not JSON. It does not wait for a disk that fails, as that of base/disk.py does."""
+    """{} if the file is missing or not JSON. base/disk.py would wait for a disk that fails."""
     try:
         return json.loads(read(path))
     except ValueError:
@@ -158,8 +158,8 @@ def join(out, attempt, ranks, port, meet, addresses, *words):
 
 
 def outcome(out, attempt, ranks, *nodes):
-    """Prints how an attempt under Slurm ended, in a word of status.json or `none`, and the node that failed first: that
-    of the last rank in the message, because those that wait name the one that is behind."""
+    """Prints how an attempt under Slurm ended, in a word of status.json or `none`, and the node that failed first: the
+    node of the last rank in the message, because waiting ranks name the rank that is behind."""
     status, node = read_json(f"{out}/status.json"), ""
     state = status["state"] if status.get("attempt") == attempt else "none"
     files = Path(out).glob(f"logs/*/{attempt}/*/attempt_*/*/error.json")
